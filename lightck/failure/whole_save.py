@@ -154,7 +154,7 @@ class WholeSaver:
     def remove_regions(self) -> None:
         """Remove the failure regions, on the lowest rank of the node."""
         if self._reaches_peers() and min(self.topology.peers) == self.topology.rank:
-            failure_region.remove(self.checkpointer.pipeline.region.place)
+            failure_region.remove(self.checkpointer.pipeline.region)
 
     def save_if_lacking(self, deadline: float) -> bool:
         """Save the step of this rank's newest snapshot whole, if a peer of the node lacks its part.

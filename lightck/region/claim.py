@@ -31,6 +31,8 @@ from lightck.region.native_region import JOURNAL_BYTES, RegionSpec
 from lightck.region.region import Continuation, Region
 
 HUGE_PAGE_BYTES = 2 << 20
+STANDS_S = 1.0
+"""Seconds in which an owner must not be seen to run before its region is left to it."""
 _SHARED = 3
 """Slots of one rank among several: the protected one, one whose global outcome is not known yet,
 and one to write."""
@@ -72,12 +74,43 @@ class RankIdentity:
     run_id: bytes | None = None
 
 
-def _move_away(where: location.Location, why: LightckError) -> None:
-    """Rename the damaged file, and keep every earlier one: its user may want to look at it."""
-    every = (where.file.with_name(f"{where.file.name}.damaged{n or ''}") for n in count())
+def _move_away(where: location.Location, why: LightckError, kind: str) -> None:
+    """Rename a file, and keep every earlier one.
+
+    A `damaged` one is kept for its user to look at. One that is `left` to an owner that stands
+    still is still read: what it holds counts until something newer does.
+    """
+    stem, suffix = where.file.stem, where.file.suffix
+    names = {
+        "damaged": lambda n: f"{stem}{suffix}.damaged{n or ''}",
+        "left": lambda n: f"{stem}.left{n or ''}{suffix}",
+    }
+    every = (where.file.with_name(names[kind](n)) for n in count())
     aside = next(path for path in every if not os.path.lexists(path))
     os.rename(where.file, aside)
     event("moved_aside", logging.WARNING, file=where.file, to=aside, why=why)
+
+
+def _owner_stands(where: location.Location, continuation: Continuation) -> bool:
+    """Tell whether a region may be left to its owner, a process of an earlier life.
+
+    That is so if the owner has stood still for a while, and what is there was restored, or is
+    nothing. The owner keeps its file; should it go on after all, nothing of the new one changes.
+    """
+    if not where.is_plain or where.path == where.file:
+        return False
+    try:
+        region = Region.open(where, writable=False)
+    except LightckError:
+        return False
+    try:
+        restored = region.info.uuid in continuation.newest or region.recover().is_empty
+        owner = stats_page.owner(region.native)
+    except LightckError:
+        return False
+    finally:
+        region.close()
+    return restored and owner is not None and owner.stands_still(STANDS_S)
 
 
 def find(config: Config, rank: int, continuation: Continuation) -> ClaimedLocation:
@@ -111,11 +144,14 @@ def find(config: Config, rank: int, continuation: Continuation) -> ClaimedLocati
             continuation=continuation,
         )
     except RegionBusyError as error:
-        raise naming_owner(error, where) from error
+        if not _owner_stands(where, continuation):
+            raise naming_owner(error, where) from error
+        _move_away(where, error, "left")
+        return ClaimedLocation(where, None, continuation)
     except (RegionFormatError, CorruptSnapshotError, RegionIOError) as error:
         if where.file not in continuation.given_up or not where.is_plain:
             raise
-        _move_away(where, error)
+        _move_away(where, error, "damaged")
         continuation.given_up.discard(where.file)
         return ClaimedLocation(where, None, continuation)
     try:

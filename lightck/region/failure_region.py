@@ -108,6 +108,8 @@ def _opened(where: Location, own: Region, process_durable: bool) -> Region:
     try:
         if found.info.run_id != own.info.run_id:
             raise RegionFormatError(f"{where.file} belongs to another run: move it away")
+        if own.timeline in [timeline for timeline, _ in found.info.lineage] or not own.is_in_place:
+            raise RegionFormatError(f"{where.file} belongs to a later life of this job")
         recovery = found.recover()
         if found.info.timeline != own.timeline:  # made in a life that this rank's attach missed
             found.begin_timeline(None, own.timeline)
@@ -169,8 +171,11 @@ def begin_timeline(own: Location, restored: tuple[int, int] | None, timeline: in
             found.close()
 
 
-def remove(own: Location) -> None:
-    """Remove the failure regions in a folder that nobody owns or reads: the run is over."""
-    for where in location.failure_files(own):
+def remove(own: Region) -> None:
+    """Remove the failure regions in a folder that nobody owns or reads: the run is over.
+
+    Does nothing for a process whose own region was left to it by a later life of the job.
+    """
+    for where in location.failure_files(own.place) if own.is_in_place else ():
         with contextlib.suppress(RegionError), location.seized(where.file):
             where.file.unlink()

@@ -22,6 +22,7 @@ from lightck.region.native_region import NativeRegion
 # ---- a process: its number, start time and boot, for a number is used again ----------------------
 
 _PROC = Path("/proc")
+_LOOK_S = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +44,18 @@ class Process:
         """Return whether the process runs, as far as this process's PID namespace shows."""
         return self.boot == boot() and self.start != 0 and _start(self.number) == self.start
 
+    def stands_still(self, seconds: float) -> bool:
+        """Tell whether it is stopped, or in a call that cannot be interrupted, for so long.
+
+        Looks until then, or until it is seen to run.
+        """
+        until_s = time.monotonic() + seconds
+        while self.is_running and _fields(self.number)[:1] in ([b"T"], [b"t"], [b"D"]):
+            if time.monotonic() >= until_s:
+                return True
+            time.sleep(_LOOK_S)
+        return False
+
 
 def boot() -> bytes:
     """Return the 16-byte id of this boot; zeros where the kernel does not tell."""
@@ -57,11 +70,19 @@ def _start(number: int) -> int | None:
     The name before that field may hold anything, parentheses too.
     """
     try:
-        text = (_PROC / str(number) / "stat").read_bytes()
-        fields = text[text.rindex(b")") + 2 :].split()
+        fields = _fields(number)
         return None if fields[0] in (b"Z", b"X") else int(fields[19])
-    except (OSError, ValueError, IndexError):
+    except (ValueError, IndexError):
         return None
+
+
+def _fields(number: int) -> list[bytes]:
+    """Return the fields of `stat` from the state on; none if there is no such process."""
+    try:
+        text = (_PROC / str(number) / "stat").read_bytes()
+        return text[text.rindex(b")") + 2 :].split()
+    except (OSError, ValueError):
+        return []
 
 
 # ---- the page ------------------------------------------------------------------------------------

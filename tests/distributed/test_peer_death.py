@@ -236,39 +236,42 @@ def passed(me: ranks.Me, job: Mortal, dead: int, phase: str) -> None:
         job.optimizer.register_step_post_hook(said)  # before step end
 
 
-def second_life(path: Path, kind: type[Mortal]) -> Callable[..., Any]:
+def second_life(path: Path, kind: type[Mortal], last: int = LAST) -> Callable[..., Any]:
     def train(me: ranks.Me) -> Any:
         job = kind(me.rank, KIND)
         info = job.resume(path, 300 + me.rank)
         with job.attach(path) as handle:
-            losses = [job.iterate() for _ in range(handle.step, LAST)]
+            losses = [job.iterate() for _ in range(handle.step, last)]
         return info, losses, state_of(job)
 
     return train
 
 
 @cache
-def golden(world: int, kind: type[Mortal]) -> list[Any]:
+def golden(world: int, kind: type[Mortal], count: int = LAST) -> list[Any]:
     """Losses and last state of each rank of a run that nothing interrupts."""
 
     def train(me: ranks.Me) -> Any:
         job = kind(me.rank, KIND)
-        return [job.iterate() for _ in range(LAST)], state_of(job)
+        return [job.iterate() for _ in range(count)], state_of(job)
 
     with ranks.started(world, train) as job:
         return job.results()
 
 
-def go_on(path: Path, world: int, kind: type[Mortal] = Mortal) -> lightck.types.RestoreInfo | None:
+def go_on(
+    path: Path, world: int, kind: type[Mortal] = Mortal, last: int = LAST
+) -> lightck.types.RestoreInfo | None:
     """The rest of the trajectory is golden; returns what was restored."""
-    with ranks.started(world, second_life(path, kind)) as job:
+    with ranks.started(world, second_life(path, kind, last)) as job:
         results = job.results()
     infos = [info for info, _, _ in results]
     steps = {info.step if info else 0 for info in infos}
     assert len(steps) == 1, infos
-    for (_, losses, state), (all_losses, last) in zip(results, golden(world, kind), strict=True):
+    wanted = golden(world, kind, last)
+    for (_, losses, state), (all_losses, final) in zip(results, wanted, strict=True):
         assert losses == all_losses[steps.copy().pop() :]
-        assert same(state, last)
+        assert same(state, final)
     return infos[0]
 
 
