@@ -3,6 +3,7 @@ that is started anew goes on as if nothing had happened."""
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import os
 import random
@@ -23,21 +24,35 @@ from support.distributed.resumed import same, state_of
 
 
 class Frozen(Mortal):
-    """Stops itself with SIGSTOP at one instant, once, where its like kills itself."""
+    """Stands still at one instant, once, where its like kills itself: by SIGSTOP."""
 
     def _die_in(self, phase: str) -> None:
         if phase == self.phase and self.iteration == self.last:
             self.last = 0
-            os.kill(os.getpid(), signal.SIGSTOP)
+            self.stand()
+
+    def stand(self) -> None:
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+
+class Deaf(Frozen):
+    """Holds Python's lock in C: none of its threads runs any more."""
+
+    def stand(self) -> None:
+        ctypes.PyDLL(None).sleep(1000)
 
 
 def frozen_life(
-    path: Path, frozen: dict[int, str], last: int = NEVER, **settings: Any
+    path: Path,
+    frozen: dict[int, str],
+    last: int = NEVER,
+    kind: type[Frozen] = Frozen,
+    **settings: Any,
 ) -> Callable[..., Any]:
     """Trains, and each rank of `frozen` stops in its phase of iteration AT."""
 
     def train(me: ranks.Me) -> Any:
-        job = Frozen(me.rank, KIND, frozen.get(me.rank, ""))
+        job = kind(me.rank, KIND, frozen.get(me.rank, ""))
         job.resume(path, 300 + me.rank)
         job.handle = job.attach(path, on_error=lambda error: None, policy=NEVER, **settings)
         with suppress(RuntimeError), job.handle:  # who is left alone cannot reduce any more
@@ -69,6 +84,14 @@ def test_a_rank_that_stands_still_costs_no_step_that_another_has(
     info = go_on(region_dir, 2)
     assert info is not None and info.step == (AT - 1 if phase in BEFORE else AT)
     assert info.early == (phase not in BEFORE)
+
+
+@pytest.mark.parametrize("phase", ["backward", "half"])
+def test_a_rank_that_holds_python_s_lock_costs_no_step(region_dir: Path, phase: str) -> None:
+    with ranks.started(2, frozen_life(region_dir, {0: phase}, kind=Deaf)):
+        until(lambda: whole_steps(region_dir))
+    info = go_on(region_dir, 2)
+    assert info is not None and info.step == (AT - 1 if phase in BEFORE else AT)
 
 
 @pytest.mark.parametrize("frozen", [{0: "half"}, {0: "half", 2: "backward"}])
