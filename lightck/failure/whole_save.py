@@ -91,13 +91,14 @@ class PeerShare:
     Attributes:
         rank: the rank.
         has_it: its share is committed, of the same instant and share map as this rank's.
-        owned: a process owns its region.
+        may_come: it is not, but a process owns its region, which holds nothing of that step or a
+            newer one.
         entries: its journal's entries of the step.
     """
 
     rank: int
     has_it: bool
-    owned: bool
+    may_come: bool
     entries: tuple[JournalEntry, ...] = ()
 
 
@@ -184,15 +185,14 @@ class WholeSaver:
                 if not lacking:
                     return False
                 now = self.clock()
-                waited = now >= began + patience
+                settled = now >= began + patience or not any(peer.may_come for peer in lacking)
                 lower = sum(p.has_it and p.rank < self.topology.rank for p in peers)
-                if (waited or not any(p.owned for p in lacking)) and now >= began + lower * TURN_S:
+                if settled and now >= began + lower * TURN_S:
                     try:
                         return self._save(ours, peers, deadline)
                     except (_Refused, LightckError) as error:
                         why = str(error)
-                        waited = waited or not isinstance(error, _Refused)
-                if (waited and why) or now >= deadline:
+                if why or now >= deadline:
                     event("not_saved_whole", step=ours.step, why=why or "no time was left")
                     return False
                 time.sleep(_POLL_S)
@@ -232,7 +232,7 @@ class WholeSaver:
     def _share_of(self, rank: int, ours: Record) -> PeerShare:
         own = self.checkpointer.pipeline.region
         if rank == self.topology.rank:
-            return PeerShare(rank, True, True, tuple(self._entries_of(own, ours)))
+            return PeerShare(rank, True, False, tuple(self._entries_of(own, ours)))
         where = location.locate(own.place.path, rank, create=False)
         try:
             owned = location.is_owned(where)
@@ -240,9 +240,10 @@ class WholeSaver:
                 found = [slot.record for slot in region.slots if slot.record is not None]
                 entries = tuple(self._entries_of(region, ours))
         except LightckError:
-            return PeerShare(rank, False, owned=False)
+            return PeerShare(rank, has_it=False, may_come=False)
         has_it = any(_is_same_snapshot(record, ours) for record in found)
-        return PeerShare(rank, has_it, owned, entries)
+        beyond = any(r.timeline == ours.timeline and r.step >= ours.step for r in found)
+        return PeerShare(rank, has_it, owned and not beyond, entries)
 
     def _entries_of(self, region: Region, ours: Record) -> Iterator[JournalEntry]:
         for kind in (FORWARD, STEP_END, FENCE):

@@ -139,14 +139,14 @@ def test_what_is_not_as_it_would_have_been_at_its_fence_is_not_taken_for_it(
     region_dir: Path, kind: type[Mortal]
 ) -> None:
     ((saved, taken, refused, _),) = lives_on(region_dir, kind, [0])
-    assert saved["step"] == AT and not taken and {each["rank"] for each in refused} == {1}
-    assert all("no instant of the step" in each["why"] for each in refused), refused
+    assert saved["step"] == AT and not taken and refused
+    assert all("rank 1 has nothing of the step" in each["why"] for each in refused), refused
     assert go_on(region_dir, 2, kind) is None, "nothing whole is there"
 
 
 def test_an_error_in_a_forward_against_habit_is_not_taken_for_its_fence(region_dir: Path) -> None:
     (saved, taken, refused, _), (own, *_) = lives_on(region_dir, Evaluating, [0, 1])
-    assert saved["step"] == AT and not taken and {each["rank"] for each in refused} == {1}
+    assert saved["step"] == AT and not taken and refused
     assert own["step"] == AT - 1
 
 
@@ -161,6 +161,6 @@ def test_an_update_that_was_left_out_is_no_other_habit(region_dir: Path) -> None
 def test_it_is_there_too_where_that_update_is_left_out(region_dir: Path) -> None:
     ((saved, taken, refused, _),) = lives_on(region_dir, Scaled, [0])
     assert saved["step"] == AT and not refused
-    assert [(each["rank"], each["step"], each["early"]) for each in taken] == [(1, AT, True)]
+    assert [each["step"] for each in taken] == [AT]
     info = go_on(region_dir, 2, Scaled)
     assert info is not None and info.step == AT and info.early
