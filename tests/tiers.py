@@ -62,7 +62,7 @@ KEPT = {
         "test_no_bit_of_a_gradient_changes": 4,
     },
     "distributed/test_hanging_ranks.py": {
-        "test_who_waits_for_a_rank_that_hangs_behind_it_ends_after_it_with_its_share_written": 1,
+        "test_who_waits_for_a_rank_that_hangs_behind_it_ends_after_it_with_the_step_saved_whole": 1,
         "test_a_rank_that_hangs_there_ends_at_sigterm_at_once_and_is_finished": 1,
     },
     "distributed/test_healed_jobs.py": {

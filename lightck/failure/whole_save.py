@@ -86,7 +86,7 @@ def of_step(slots: Sequence[Slot], timeline: int, step: int | None) -> list[Reco
 
 @dataclass(frozen=True, slots=True)
 class PeerShare:
-    """What a rank's region shows of a step.
+    """The state of a rank's region, as far as a step is concerned.
 
     Attributes:
         rank: the rank.

@@ -212,7 +212,7 @@ def entries_in(second: dict[str, Any], record: Record, *, context: str) -> list[
 
 
 class CannotInfer(Exception):  # noqa: N818 - no error
-    """What an update gave to a part of a rank's own state cannot be known; names the part."""
+    """The change that an update made to a part of a rank's own state is unknown; names the part."""
 
     def __init__(self, part: str) -> None:
         super().__init__(f"the update changes {part}, which was not alike on both ranks before it")

@@ -114,7 +114,7 @@ def _opened(where: Location, own: Region, process_durable: bool) -> Region:
         if found.info.timeline != own.timeline:  # made in a life that this rank's attach missed
             found.begin_timeline(None, own.timeline)
         elif recovery.candidates:
-            found.protected = recovery.candidates[0].record.slot
+            found.protect(found.slots[recovery.candidates[0].record.slot])
     except BaseException:
         found.close()
         raise
