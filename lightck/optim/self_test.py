@@ -15,6 +15,9 @@ from lightck.region import native_update
 from lightck.region.native_update import (
     ADAMW,
     AMSGRAD,
+    BFLOAT16,
+    FLOAT16,
+    FLOAT32,
     MAXIMIZE,
     NESTEROV,
     NOT_STREAMED,
@@ -26,34 +29,38 @@ from lightck.region.native_update import (
 
 _LENGTHS = (1, 7, 8, 15, 16, 17, 31, 331)
 """Whole vectors and tails of every kind: a kernel's tail may be compiled unlike its body."""
+_DTYPES = {FLOAT32: torch.float32, BFLOAT16: torch.bfloat16, FLOAT16: torch.float16}
 _STEPS = 2
 
 
 @cache
-def order_of(kinds: frozenset[int], threads: bool) -> int | None:
+def order_of(kinds: frozenset[int], types: frozenset[int], threads: bool) -> int | None:
     """Return the flag under which native updates of these kinds have torch's bits; None: none has.
 
-    The result is kept for the process. Takes a few milliseconds. `threads` is only a key: with
+    `types` are those of the parameters. The result is kept for the process. Takes a few milliseconds. `threads` is only a key: with
     more of them torch may take another way.
     """
     for order in (0, UNFUSED):
-        if all(_agrees(kind, order) for kind in sorted(kinds)):
+        if all(_agrees(kind, order, type_) for kind in sorted(kinds) for type_ in sorted(types)):
             return order
     return None
 
 
-def _agrees(kind: int, order: int) -> bool:
+def _agrees(kind: int, order: int, type_: int) -> bool:
     rng = torch.Generator().manual_seed(0x1C4C)
     variants = (0, MAXIMIZE, NESTEROV if kind == SGD else AMSGRAD)
     return all(
-        _same(kind, flags | order, decay, beta, rng)
+        _same(kind, flags | order, type_, decay, beta, rng)
         for flags in variants
         for decay in (0.0, 0.013)
         for beta in (0.9, 0.37)
     )
 
 
-def _same(kind: int, flags: int, decay: float, beta: float, rng: torch.Generator) -> bool:
+def _same(
+    kind: int, flags: int, type_: int, decay: float, beta: float, rng: torch.Generator
+) -> bool:
+    dtype = _DTYPES[type_]
     rule = np.zeros(1, RULE_DTYPE)
     rule["lr"], rule["weight_decay"], rule["kind"], rule["flags"] = 3e-3, decay, kind, flags
     rule["beta1"], rule["beta2"], rule["eps"] = beta, 0.995, 1e-7
@@ -61,12 +68,13 @@ def _same(kind: int, flags: int, decay: float, beta: float, rng: torch.Generator
     for length in _LENGTHS:
         theirs = [torch.randn(length, generator=rng) for _ in range(2)]
         theirs += [torch.rand(length, generator=rng) for _ in range(2)]
+        theirs = [tensor.to(dtype) for tensor in theirs]
         ours = [tensor.clone() for tensor in theirs]
         counts = torch.zeros(()), torch.zeros(())
         for _ in range(_STEPS):
-            gradient = torch.randn(length, generator=rng)
+            gradient = torch.randn(length, generator=rng).to(dtype)
             _torch_step(kind, theirs, gradient.clone(), counts[0], rule[0])
-            _native_step(kind, ours, gradient, counts[1], rule)
+            _native_step(kind, type_, ours, gradient, counts[1], rule)
         if not all(torch.equal(a, b) for a, b in zip(theirs, ours, strict=True)):
             return False
     return True
@@ -112,6 +120,7 @@ def _torch_step(
 
 def _native_step(
     kind: int,
+    type_: int,
     held: list[torch.Tensor],
     gradient: torch.Tensor,
     count: torch.Tensor,
@@ -123,7 +132,7 @@ def _native_step(
     for name, tensor in zip(("parameter", "first", "second", "largest"), used, strict=False):
         task[name] = tensor.data_ptr()
     task["gradient"], task["length"] = gradient.data_ptr(), gradient.numel()
-    task["copies"] = NOT_STREAMED
+    task["type"], task["copies"] = type_, NOT_STREAMED
     if adam:
         task["step"] = count.data_ptr()
     native_update.update(rule, task)
