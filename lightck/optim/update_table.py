@@ -8,7 +8,7 @@ to torch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, islice
 from typing import Any
@@ -36,23 +36,31 @@ from lightck.region.native_update import (
 )
 
 _ALL_DIMENSIONS = {"dynamic_dims_sizes": None, "dynamic_dims_strides": None}
-_TYPES = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}
 _COLUMNS = ("parameter", "first", "second", "largest")
 """Columns of a task that hold the addresses of one parameter's tensors, in their order."""
 
 
 @dataclass(frozen=True)
 class StateKeys:
-    """The keys under which an optimizer's state holds the tensors of one parameter."""
+    """The keys under which an optimizer's state holds the tensors of one parameter, and their type.
 
+    A parameter, its gradient and its state are of one type; counts of steps are float32.
+    """
+
+    types: dict[torch.dtype, int]
+    """The types that parameters may have, and the native ones."""
     first: str
     second: str | None = None
     largest: str | None = None
     step: str | None = None
 
 
-ADAM_KEYS = StateKeys("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "step")
-SGD_KEYS = StateKeys("momentum_buffer")
+_HALF = {torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}
+"""Torch's fused SGD leaves most of a parameter of these as it is."""
+ADAM_KEYS = StateKeys(
+    {torch.float32: FLOAT32, **_HALF}, "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "step"
+)
+SGD_KEYS = StateKeys({torch.float32: FLOAT32}, "momentum_buffer")
 
 
 @dataclass(eq=False)
@@ -189,11 +197,10 @@ class UpdateTable:
         if self._guard is not None and self._guard.check(*self._written, *gradients):
             return ""
         self._guard = None
-        known = list(_TYPES) if self.keys.step is not None else [torch.float32]
         for row, gradient in zip(self.rows, gradients, strict=True):
             strides = _order(row[0])
             for tensor in (*row, gradient):
-                if why := _unfit(tensor, known):
+                if why := _unfit(tensor, self.keys.types):
                     return why
                 if tensor.dtype is not row[0].dtype:
                     return "a gradient, or state, is of another type than its parameter"
@@ -205,7 +212,7 @@ class UpdateTable:
             if step.numel() != 1:
                 return "a count of steps is not one number"
         self.tasks["length"] = [row[0].numel() for row in self.rows]
-        self.tasks["type"] = types = [_TYPES[row[0].dtype] for row in self.rows]
+        self.tasks["type"] = types = [self.keys.types[row[0].dtype] for row in self.rows]
         self.types = frozenset(types)
         self._apart = np.zeros(0, np.uint64)
         self._guard = TensorGuards(*self._written, *gradients, **_ALL_DIMENSIONS)
@@ -232,7 +239,7 @@ class UpdateTable:
         return ""
 
 
-def _unfit(tensor: Any, types: Sequence[torch.dtype]) -> str:
+def _unfit(tensor: Any, types: Container[torch.dtype]) -> str:
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
         return f"a tensor is a {type(tensor).__name__}"
     if tensor.layout is not torch.strided or tensor.dtype not in types:

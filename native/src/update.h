@@ -3,9 +3,8 @@
  * A kernel makes the update of a *span*, a run of elements of one parameter, in place, and where
  * the span has a place in the region it stores there what it stores in place: the same registers,
  * in the same pass, checksummed. Its arithmetic is that of torch's fused CPU kernels, operation for
- * operation; their vectors are of 32 bytes, and what remains of a tensor behind the last whole one
- * is computed in another order. Half types are computed in float32 and rounded where they are
- * stored. */
+ * operation; what remains of a tensor behind the last whole one of their vectors is computed in
+ * another order. Half types are computed in float32 and rounded where they are stored. */
 #ifndef LCK_UPDATE_H
 #define LCK_UPDATE_H
 
@@ -14,6 +13,7 @@
 #include "lightck.h"
 
 enum { LCK_UPDATE_COLUMNS = 4 }; /* parameter, first, second, largest */
+enum { LCK_TORCH_BYTES = 32 };   /* of a vector of torch's kernels */
 
 /* What a rule and a count of steps make of an update. */
 typedef struct lck_update_factors {

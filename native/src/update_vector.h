@@ -15,7 +15,6 @@
 #include "update_scalar.h"
 
 enum { VECTOR_BYTES = 4 * WIDTH, LINE_VECTORS = LCK_LINE / VECTOR_BYTES };
-enum { HALF_LINE = LCK_LINE / 2 };
 
 /* Which columns of a span have a place in the region. */
 enum { STREAM_NONE, STREAM_SOME, STREAM_ALL };
@@ -179,35 +178,35 @@ VECTOR_TARGET LCK_INLINE void update_lines(lck_update_span *span, const way how,
       states[c] = hash_end(&hashes[c]);
 }
 
-/* Update half a line, the width of torch's vectors, from memory that a vector may lie in. */
-VECTOR_TARGET LCK_INLINE void update_half_line(const lck_update_span *span, uint64_t at,
-                                               const way how) {
+/* Update one of torch's vectors, from memory that one of this file's may lie in. */
+VECTOR_TARGET LCK_INLINE void update_torch_vector(const lck_update_span *span, uint64_t at,
+                                                  const way how) {
   const constants by = constants_of(span->factors);
   unsigned char there[LCK_UPDATE_COLUMNS + 1][VECTOR_BYTES];
   unsigned char *const columns[LCK_UPDATE_COLUMNS] = {there[0], there[1], there[2], there[3]};
   vector out[LCK_UPDATE_COLUMNS];
   memset(there, 0, sizeof there);
-  memcpy(there[LCK_UPDATE_COLUMNS], (const unsigned char *)span->gradient + at, HALF_LINE);
+  memcpy(there[LCK_UPDATE_COLUMNS], (const unsigned char *)span->gradient + at, LCK_TORCH_BYTES);
   for (int c = 0; c < how.columns; c++)
-    memcpy(there[c], (const unsigned char *)span->columns[c] + at, HALF_LINE);
+    memcpy(there[c], (const unsigned char *)span->columns[c] + at, LCK_TORCH_BYTES);
   update_vector(columns, there[LCK_UPDATE_COLUMNS], 0, how, &by, out);
   for (int c = 0; c < how.columns; c++) {
     STORE(there[c], out[c]);
-    memcpy((unsigned char *)span->columns[c] + at, there[c], HALF_LINE);
+    memcpy((unsigned char *)span->columns[c] + at, there[c], LCK_TORCH_BYTES);
   }
 }
 
 /* Update what is left behind the last whole line, in place: torch's vector of it at once if there
  * is one, the others one by one. */
 VECTOR_TARGET LCK_INLINE void update_rest(lck_update_span *span, const way how) {
-  const uint64_t size = lck_update_size(how.type), half = HALF_LINE / size;
+  const uint64_t size = lck_update_size(how.type), half = LCK_TORCH_BYTES / size;
   uint64_t i = span->done;
   if (span->length - i >= half) {
-    update_half_line(span, i * size, how);
+    update_torch_vector(span, i * size, how);
     i += half;
   }
   for (; i < span->length; i++)
-    update_element(span, i);
+    update_element(span, i, 0);
   span->done = i;
 }
 
