@@ -12,7 +12,6 @@ from functools import partial
 from types import FrameType
 from typing import Any
 
-import torch
 from torch.optim import Optimizer
 
 from lightck.events import event
@@ -73,7 +72,8 @@ class StreamCheckpointer(Checkpointer):
         written = [live for live in plan.lives if live.holders and live.alias_of is None]
         if native is None or not self.pipeline.may_stream:
             return
-        if any(live.local.dtype != torch.float32 or not live.local.is_cpu for live in written):
+        types = native.state_keys.types
+        if any(live.local.dtype not in types or not live.local.is_cpu for live in written):
             return
         size = sum(live.local.nbytes for live in written)
         if size >= _WORTH_TELLING_BYTES:

@@ -75,7 +75,7 @@ class NativeOptimizer(Optimizer):
         if why:
             return why
         kinds = frozenset(table.rules["kind"].tolist())
-        order = order_of(kinds, torch.get_num_threads() > 1)
+        order = order_of(kinds, table.types, torch.get_num_threads() > 1)
         if order is None:
             return "torch's kernel on this machine gives other bits"
         table.rules["flags"] |= order

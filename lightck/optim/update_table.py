@@ -1,13 +1,14 @@
 """The tensors of one optimizer's update as rows for native code, checked anew at every step.
 
 Native code writes wherever a row points: a row is used only while each tensor has the form with
-which it was checked, and addresses are read at every step. Whatever is not plain dense float32 on
-the CPU, and whatever torch itself would treat in another way, has a reason to be left to torch.
+which it was checked, and addresses are read at every step. Whatever is not plain, dense and of a
+known type on the CPU, and whatever torch itself would treat in another way, has a reason to be left
+to torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, islice
 from typing import Any
@@ -22,6 +23,9 @@ from lightck.region.native_update import (
     ADAM,
     ADAMW,
     AMSGRAD,
+    BFLOAT16,
+    FLOAT16,
+    FLOAT32,
     MAXIMIZE,
     NESTEROV,
     NOT_STREAMED,
@@ -38,16 +42,25 @@ _COLUMNS = ("parameter", "first", "second", "largest")
 
 @dataclass(frozen=True)
 class StateKeys:
-    """The keys under which an optimizer's state holds the tensors of one parameter."""
+    """The keys under which an optimizer's state holds the tensors of one parameter, and their type.
 
+    A parameter, its gradient and its state are of one type; counts of steps are float32.
+    """
+
+    types: dict[torch.dtype, int]
+    """The types that parameters may have, and the native ones."""
     first: str
     second: str | None = None
     largest: str | None = None
     step: str | None = None
 
 
-ADAM_KEYS = StateKeys("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "step")
-SGD_KEYS = StateKeys("momentum_buffer")
+_HALF = {torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}
+"""Torch's fused SGD leaves most of a parameter of these as it is."""
+ADAM_KEYS = StateKeys(
+    {torch.float32: FLOAT32, **_HALF}, "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "step"
+)
+SGD_KEYS = StateKeys({torch.float32: FLOAT32}, "momentum_buffer")
 
 
 @dataclass(eq=False)
@@ -64,6 +77,8 @@ class UpdateTable:
     rules: npt.NDArray[Any] = field(default_factory=lambda: np.zeros(0, RULE_DTYPE))
     pointers: npt.NDArray[np.uint64] = field(default_factory=lambda: np.zeros(0, np.uint64))
     """The addresses of the rows' tensors, row by row."""
+    types: frozenset[int] = frozenset()
+    """The native types of the parameters."""
     _objects: bytes = b""
     """The addresses of all objects that `rows` depend on."""
     _held: list[Any] = field(default_factory=list)
@@ -185,16 +200,20 @@ class UpdateTable:
         for row, gradient in zip(self.rows, gradients, strict=True):
             strides = _order(row[0])
             for tensor in (*row, gradient):
-                if why := _unfit(tensor):
+                if why := _unfit(tensor, self.keys.types):
                     return why
+                if tensor.dtype is not row[0].dtype:
+                    return "a gradient, or state, is of another type than its parameter"
                 if tensor.shape != row[0].shape or _order(tensor) != strides:
                     return "a gradient, or state, is laid out unlike its parameter"
         for step in islice(self._written, len(self._at), None):
-            if why := _unfit(step):
+            if why := _unfit(step, [torch.float32]):
                 return why
             if step.numel() != 1:
                 return "a count of steps is not one number"
         self.tasks["length"] = [row[0].numel() for row in self.rows]
+        self.tasks["type"] = types = [self.keys.types[row[0].dtype] for row in self.rows]
+        self.types = frozenset(types)
         self._apart = np.zeros(0, np.uint64)
         self._guard = TensorGuards(*self._written, *gradients, **_ALL_DIMENSIONS)
         return ""
@@ -220,10 +239,10 @@ class UpdateTable:
         return ""
 
 
-def _unfit(tensor: Any) -> str:
+def _unfit(tensor: Any, types: Container[torch.dtype]) -> str:
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
         return f"a tensor is a {type(tensor).__name__}"
-    if tensor.layout is not torch.strided or tensor.dtype is not torch.float32:
+    if tensor.layout is not torch.strided or tensor.dtype not in types:
         return f"a tensor is {tensor.dtype}, {tensor.layout}"
     if not tensor.is_cpu:
         return f"a tensor is on {tensor.device}"

@@ -14,7 +14,7 @@ from typing import Any
 from lightck.errors import LightckError, from_native
 from lightck.region import _declarations
 
-ABI = 14
+ABI = 15
 _UNKNOWN = 2**64 - 1
 
 ffi: Any = _declarations.ffi

@@ -12,6 +12,7 @@ from lightck.region.native_pool import NativeSnapshot
 
 ADAM, ADAMW, SGD = 0, 1, 2
 AMSGRAD, MAXIMIZE, NESTEROV, UNFUSED = 1, 2, 4, 8
+FLOAT32, BFLOAT16, FLOAT16 = 0, 1, 2
 NOT_STREAMED = 2**32 - 1
 COLUMNS = 4
 
@@ -22,7 +23,7 @@ RULE_DTYPE = np.dtype(
 TASK_DTYPE = np.dtype(
     [("parameter", "<u8"), ("first", "<u8"), ("second", "<u8"), ("largest", "<u8"),
      ("gradient", "<u8"), ("step", "<u8"), ("length", "<u8"), ("rule", "<u4"),
-     ("copies", "<u4", (COLUMNS,)), ("reserved", "<u4")]
+     ("copies", "<u4", (COLUMNS,)), ("type", "<u4")]
 )  # fmt: skip
 
 

@@ -22,7 +22,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define LCK_ABI 14u
+#define LCK_ABI 15u
 #define LCK_MAX_SLOTS 16u
 #define LCK_MAX_SEGMENTS 16u
 #define LCK_MAX_LINEAGE 16u
@@ -370,6 +370,9 @@ enum {
   LCK_UPDATE_UNFUSED = 1u << 3, /* every operation rounded: torch without AVX2; all rules or none */
 };
 #define LCK_NOT_STREAMED UINT32_MAX
+/* Of a parameter, its gradient and its state; but for the first, not of LCK_SGD: torch's fused
+ * kernel leaves most of such a parameter as it is. */
+enum { LCK_FLOAT32 = 0, LCK_BFLOAT16 = 1, LCK_FLOAT16 = 2 };
 
 /* The options of a group of parameters, as torch.optim names them. */
 typedef struct lck_update_rule {
@@ -377,16 +380,16 @@ typedef struct lck_update_rule {
   uint32_t kind, flags;
 } lck_update_rule;
 
-/* The update of one parameter: dense float32, all columns alike; they overlap with no other's. */
+/* The update of one parameter: dense, all columns alike; they overlap with no other's. */
 typedef struct lck_update_task {
-  float *parameter;
-  float *first, *second, *largest; /* exp_avg or momentum_buffer, exp_avg_sq, max_exp_avg_sq */
-  const float *gradient;
+  void *parameter;
+  void *first, *second, *largest; /* exp_avg or momentum_buffer, exp_avg_sq, max_exp_avg_sq */
+  const void *gradient;
   float *step;        /* count of steps, raised by 1 first; NULL for LCK_SGD */
   uint64_t length;    /* elements, > 0 */
   uint32_t rule;      /* index */
   uint32_t copies[4]; /* of each column, its number in the batch, or LCK_NOT_STREAMED */
-  uint32_t reserved;
+  uint32_t type;      /* of elements */
 } lck_update_task;
 
 /* An OpenMP runtime's GOMP_parallel: runs body(argument) on `threads` of its threads. */

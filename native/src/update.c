@@ -15,6 +15,10 @@
 #include "space.h"
 #include "update.h"
 
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+
 #ifdef LCK_TRACE
 #define BLOCK_BYTES                                                                                \
   UINT64_C(1024) /* small enough for threads to share what a crash test writes                     \
@@ -22,7 +26,7 @@
 #else
 #define BLOCK_BYTES UINT64_C(131072) /* of one column: what a thread claims at a time, at least */
 #endif
-#define PIECE_FLOATS UINT64_C(65536) /* of an update that is not streamed; a multiple of a line */
+#define PIECE_BYTES UINT64_C(262144) /* of an update that is not streamed; a multiple of a line */
 
 /* What a thread does at a time: the elements of one piece of each of a task's copies. */
 typedef struct update_item {
@@ -66,19 +70,23 @@ static void *column_of(const lck_update_task *task, uint32_t column) {
   return columns[column];
 }
 
+static uint64_t size_of(const lck_update_task *task) {
+  return lck_update_size(task->type);
+}
+
 static int check_task(const update_run *run, uint64_t i, uint64_t rule_count) {
   const lck_update_task *task = &run->tasks[i];
   int sound = task->rule < rule_count && task->gradient != NULL && task->length > 0 &&
-              task->length <= INT64_MAX / 4;
+              task->length <= INT64_MAX / 4 && task->type <= LCK_FLOAT16;
   if (sound) {
     const lck_update_rule *rule = &run->rules[task->rule];
     for (uint32_t c = 0; c < columns_of(rule); c++)
       sound = sound && column_of(task, c) != NULL;
-    sound = sound && (!is_adam(rule) || task->step != NULL);
+    sound = sound && (is_adam(rule) ? task->step != NULL : task->type == LCK_FLOAT32);
   }
   return sound ? 0
                : lck_fail(LCK_E_INVALID,
-                          "task %llu: no rule, length, gradient, count of steps, or column",
+                          "task %llu: no rule, length, type, gradient, count of steps, or column",
                           (unsigned long long)i);
 }
 
@@ -112,7 +120,7 @@ static int check_copy(const update_run *run, uint64_t i, uint32_t column) {
     length += piece->length;
     sound = sound && piece->staged == NULL && (piece->flags & LCK_COPY_IF_CHANGED) == 0;
   }
-  if (!sound || length != task->length * 4) {
+  if (!sound || length != task->length * size_of(task)) {
     return lck_fail(LCK_E_INVALID,
                     "task %llu: copy %llu is of %llu bytes elsewhere, staged, or may be skipped",
                     (unsigned long long)i, (unsigned long long)copy, (unsigned long long)length);
@@ -206,9 +214,9 @@ static void count_steps(update_run *run) {
 
 /* Cut the tasks into items, each within one piece, and items into blocks. */
 static int cut(update_run *run) {
-  uint64_t piece = run->snapshot ? run->snapshot->pool->chunk_bytes / 4 : PIECE_FLOATS, items = 0;
+  uint64_t piece_bytes = run->snapshot ? run->snapshot->pool->chunk_bytes : PIECE_BYTES, items = 0;
   for (uint64_t i = 0; i < run->count; i++)
-    items += (run->tasks[i].length + piece - 1) / piece;
+    items += (run->tasks[i].length * size_of(&run->tasks[i]) + piece_bytes - 1) / piece_bytes;
   run->factors = malloc(run->count * sizeof *run->factors);
   run->items = malloc(items * sizeof *run->items);
   run->blocks = malloc((items + 1) * sizeof *run->blocks);
@@ -217,6 +225,7 @@ static int cut(update_run *run) {
                     (unsigned long long)run->count);
   uint64_t bytes = BLOCK_BYTES, at = 0;
   for (uint64_t i = 0; i < run->count; i++) {
+    uint64_t size = size_of(&run->tasks[i]), piece = piece_bytes / size;
     for (uint64_t from = 0; from < run->tasks[i].length; from += piece, at++) {
       uint64_t left = run->tasks[i].length - from;
       run->items[at] = (update_item){i, from, left < piece ? left : piece};
@@ -224,7 +233,7 @@ static int cut(update_run *run) {
         run->blocks[run->block_count++] = at;
         bytes = 0;
       }
-      bytes += run->items[at].length * 4;
+      bytes += run->items[at].length * size;
     }
   }
   run->blocks[run->block_count] = at;
@@ -235,17 +244,19 @@ static int cut(update_run *run) {
 
 static lck_piece *piece_of(const update_run *run, const update_item *item, uint32_t column) {
   const lck_update_task *task = &run->tasks[item->task];
-  uint64_t within = item->from * 4 / run->snapshot->pool->chunk_bytes;
+  uint64_t within = item->from * size_of(task) / run->snapshot->pool->chunk_bytes;
   return &run->batch->pieces[run->first_pieces[task->copies[column]] + within];
 }
 
 static lck_update_span span_of(const update_run *run, const update_item *item) {
   const lck_update_task *task = &run->tasks[item->task];
-  lck_update_span span = {.gradient = task->gradient + item->from,
+  uint64_t from = item->from * size_of(task);
+  lck_update_span span = {.gradient = (const char *)task->gradient + from,
                           .length = item->length,
+                          .type = task->type,
                           .factors = &run->factors[item->task]};
   for (uint32_t c = 0; c < columns_of(&run->rules[task->rule]); c++)
-    span.columns[c] = (float *)column_of(task, c) + item->from;
+    span.columns[c] = (char *)column_of(task, c) + from;
   return span;
 }
 
@@ -356,6 +367,16 @@ static void take_as_captured(update_run *run) {
 
 /* ---- The call -------------------------------------------------------------------------------- */
 
+#if defined(__x86_64__)
+/* Fused multiply-adds, and conversions of halves; compilers disagree on the latter's name. */
+static int has_fused(void) {
+  uint32_t eax, ebx, ecx, edx;
+  __builtin_cpu_init();
+  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+         __get_cpuid(1, &eax, &ebx, &ecx, &edx) && (ecx & bit_F16C);
+}
+#endif
+
 /* Choose by the copy kernel in use, so that both are of the same instruction set. */
 static int choose_kernel(update_run *run, int unfused) {
   run->kernel = lck_update_portable;
@@ -363,10 +384,9 @@ static int choose_kernel(update_run *run, int unfused) {
     return 0;
 #if defined(__x86_64__)
   const char *name = lck_kernel_current()->name;
-  __builtin_cpu_init();
-  int wide = strcmp(name, "avx512") == 0 && __builtin_cpu_supports("avx512dq");
-  run->streams = wide || strcmp(name, "avx2") == 0 || strcmp(name, "avx512") == 0;
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) {
+  if (has_fused()) {
+    int wide = strcmp(name, "avx512") == 0 && __builtin_cpu_supports("avx512dq");
+    run->streams = wide || strcmp(name, "avx2") == 0 || strcmp(name, "avx512") == 0;
     run->kernel = wide ? lck_update_avx512 : lck_update_avx2;
     return 0;
   }

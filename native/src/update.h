@@ -3,8 +3,8 @@
  * A kernel makes the update of a *span*, a run of elements of one parameter, in place, and where
  * the span has a place in the region it stores there what it stores in place: the same registers,
  * in the same pass, checksummed. Its arithmetic is that of torch's fused CPU kernels, operation for
- * operation; their vectors are 8 wide, and what remains of a tensor behind the last whole vector is
- * computed in another order. */
+ * operation; what remains of a tensor behind the last whole one of their vectors is computed in
+ * another order. Half types are computed in float32 and rounded where they are stored. */
 #ifndef LCK_UPDATE_H
 #define LCK_UPDATE_H
 
@@ -13,6 +13,7 @@
 #include "lightck.h"
 
 enum { LCK_UPDATE_COLUMNS = 4 }; /* parameter, first, second, largest */
+enum { LCK_TORCH_BYTES = 32 };   /* of a vector of torch's kernels */
 
 /* What a rule and a count of steps make of an update. */
 typedef struct lck_update_factors {
@@ -28,10 +29,11 @@ typedef struct lck_update_factors {
 } lck_update_factors;
 
 typedef struct lck_update_span {
-  float *columns[LCK_UPDATE_COLUMNS]; /* of its first element; NULL: the rule has no such column */
-  const float *gradient;
+  void *columns[LCK_UPDATE_COLUMNS]; /* of its first element; NULL: the rule has no such column */
+  const void *gradient;
   unsigned char *out[LCK_UPDATE_COLUMNS]; /* in the region, on lines; NULL: in place only */
   uint64_t length;                        /* elements */
+  uint32_t type;                          /* of elements */
   const lck_update_factors *factors;
   uint32_t crc[LCK_UPDATE_COLUMNS]; /* of what was stored in the region */
   /* Elements below are updated, those from here on are not. The element's line is stored in the
@@ -39,6 +41,10 @@ typedef struct lck_update_span {
    * be gone on with. */
   volatile uint64_t done;
 } lck_update_span;
+
+static inline uint64_t lck_update_size(uint32_t type) {
+  return type == LCK_FLOAT32 ? 4 : 2;
+}
 
 /* Update from `done` to the end. */
 typedef void lck_update_kernel(lck_update_span *span);

@@ -5,7 +5,8 @@
 #include "update_scalar.h"
 
 void lck_update_portable(lck_update_span *span) {
+  uint64_t tail = span->length % (LCK_TORCH_BYTES / lck_update_size(span->type));
   for (uint64_t i = span->done; i < span->length; i++)
-    update_element(span, i);
+    update_element(span, i, i < span->length - tail);
   span->done = span->length;
 }

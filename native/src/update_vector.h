@@ -5,6 +5,8 @@
  *   LOAD(from), SET(float), ADD, SUB, MUL, DIV(a, b), ROOT(a), FMA(a, b, c), XOR(a, b)
  *   LARGEST(a, b)  the larger one, or NaN if one is
  *   STORE(to, a), STREAM(to, a), the latter non-temporal and on its own size
+ *   widen(from, type)          WIDTH numbers of a half type as floats
+ *   narrow(low, high, type)    floats rounded to 2 * WIDTH numbers of a half type, as one vector
  * and, of the CRC's state over lines of vectors,
  *   hash, hash_start(hash *, line, state), hash_more(hash *, line), hash_end(hash *). */
 
@@ -12,7 +14,7 @@
 #define SCALAR_TARGET VECTOR_TARGET
 #include "update_scalar.h"
 
-enum { LINE_FLOATS = LCK_LINE / 4, LINE_VECTORS = LINE_FLOATS / WIDTH };
+enum { VECTOR_BYTES = 4 * WIDTH, LINE_VECTORS = LCK_LINE / VECTOR_BYTES };
 
 /* Which columns of a span have a place in the region. */
 enum { STREAM_NONE, STREAM_SOME, STREAM_ALL };
@@ -25,6 +27,7 @@ enum { STREAM_NONE, STREAM_SOME, STREAM_ALL };
 /* What a rule asks for; a constant where a case is compiled on its own. */
 typedef struct way {
   int kind, columns, decays, maximize, nesterov, first_small;
+  uint32_t type;
 } way;
 
 /* The constants of a rule, in registers while lines are updated. */
@@ -37,14 +40,16 @@ typedef struct vectors {
   vector p, m, v, largest, g;
 } vectors;
 
-VECTOR_TARGET LCK_INLINE way way_of(const lck_update_factors *by) {
+VECTOR_TARGET LCK_INLINE way way_of(const lck_update_span *span) {
+  const lck_update_factors *by = span->factors;
   int adam = by->kind != LCK_SGD, amsgrad = (by->flags & LCK_UPDATE_AMSGRAD) != 0;
   return (way){.kind = (int)by->kind,
                .columns = adam ? 3 + amsgrad : 1 + by->has_momentum,
                .decays = by->decays,
                .maximize = (by->flags & LCK_UPDATE_MAXIMIZE) != 0,
                .nesterov = (by->flags & LCK_UPDATE_NESTEROV) != 0,
-               .first_small = by->first_small};
+               .first_small = by->first_small,
+               .type = span->type};
 }
 
 VECTOR_TARGET LCK_INLINE constants constants_of(const lck_update_factors *by) {
@@ -91,22 +96,23 @@ VECTOR_TARGET LCK_INLINE void update_sgd(vectors *x, const way how, const consta
   x->p = FMA(x->g, by->rate, x->p);
 }
 
-VECTOR_TARGET LCK_INLINE vector load(const float *from) {
+VECTOR_TARGET LCK_INLINE vector load(const unsigned char *from, uint32_t type) {
   PREFETCH(from);
-  return LOAD(from);
+  return type == LCK_FLOAT32 ? LOAD(from) : widen(from, type);
 }
 
-VECTOR_TARGET LCK_INLINE void update_vector(float *const *columns, const float *gradient,
-                                            uint64_t i, const way how, const constants *by,
-                                            vector *out) {
-  vectors x = {.p = load(columns[0] + i), .g = load(gradient + i)};
+/* Update WIDTH elements, in floats; `at` is in bytes here and below. */
+VECTOR_TARGET LCK_INLINE void update_floats(unsigned char *const *columns,
+                                            const unsigned char *gradient, uint64_t at,
+                                            const way how, const constants *by, vector *out) {
+  vectors x = {.p = load(columns[0] + at, how.type), .g = load(gradient + at, how.type)};
   x.m = x.v = x.largest = x.p;
   if (how.columns > 1)
-    x.m = load(columns[1] + i);
+    x.m = load(columns[1] + at, how.type);
   if (how.columns > 2)
-    x.v = load(columns[2] + i);
+    x.v = load(columns[2] + at, how.type);
   if (how.columns > 3)
-    x.largest = load(columns[3] + i);
+    x.largest = load(columns[3] + at, how.type);
   if (how.kind == LCK_SGD)
     update_sgd(&x, how, by);
   else
@@ -117,31 +123,45 @@ VECTOR_TARGET LCK_INLINE void update_vector(float *const *columns, const float *
   out[3] = x.largest;
 }
 
+/* Update what fills a vector of the elements' type. */
+VECTOR_TARGET LCK_INLINE void update_vector(unsigned char *const *columns,
+                                            const unsigned char *gradient, uint64_t at,
+                                            const way how, const constants *by, vector *out) {
+  update_floats(columns, gradient, at, how, by, out);
+  if (how.type == LCK_FLOAT32)
+    return;
+  vector high[LCK_UPDATE_COLUMNS];
+  update_floats(columns, gradient, at + VECTOR_BYTES / 2, how, by, high);
+  for (int c = 0; c < how.columns; c++)
+    out[c] = narrow(out[c], high[c], how.type);
+}
+
 /* Update and store whole lines, from `done` on. */
 VECTOR_TARGET LCK_INLINE void update_lines(lck_update_span *span, const way how, int streamed,
                                            uint32_t *states) {
   const constants by = constants_of(span->factors);
-  float *const columns[LCK_UPDATE_COLUMNS] = {span->columns[0], span->columns[1], span->columns[2],
-                                              span->columns[3]};
+  unsigned char *const columns[LCK_UPDATE_COLUMNS] = {span->columns[0], span->columns[1],
+                                                      span->columns[2], span->columns[3]};
   unsigned char *const out[LCK_UPDATE_COLUMNS] = {span->out[0], span->out[1], span->out[2],
                                                   span->out[3]};
-  const float *gradient = span->gradient;
+  const unsigned char *gradient = span->gradient;
   hash hashes[LCK_UPDATE_COLUMNS];
-  uint64_t first = span->done, end = span->length - span->length % LINE_FLOATS, i = first;
-  for (; i < end; i += LINE_FLOATS) {
+  const uint64_t size = lck_update_size(how.type), first = span->done * size;
+  uint64_t end = span->length * size / LCK_LINE * LCK_LINE, at = first;
+  for (; at < end; at += LCK_LINE) {
     vector line[LINE_VECTORS][LCK_UPDATE_COLUMNS];
-    span->done = i;
+    span->done = at / size;
     for (int k = 0; k < LINE_VECTORS; k++)
-      update_vector(columns, gradient, i + (uint64_t)k * WIDTH, how, &by, line[k]);
+      update_vector(columns, gradient, at + (uint64_t)k * VECTOR_BYTES, how, &by, line[k]);
     for (int c = 0; c < how.columns && streamed; c++) {
       if (streamed == STREAM_SOME && !out[c])
         continue;
       vector stored[LINE_VECTORS];
       for (int k = 0; k < LINE_VECTORS; k++) {
         stored[k] = line[k][c];
-        STREAM(out[c] + i * 4 + (uint64_t)k * WIDTH * 4, stored[k]);
+        STREAM(out[c] + at + (uint64_t)k * VECTOR_BYTES, stored[k]);
       }
-      if (i == first)
+      if (at == first)
         hash_start(&hashes[c], stored, states[c]);
       else
         hash_more(&hashes[c], stored);
@@ -150,85 +170,98 @@ VECTOR_TARGET LCK_INLINE void update_lines(lck_update_span *span, const way how,
     __asm__ volatile("" ::: "memory");
     for (int c = 0; c < how.columns; c++)
       for (int k = 0; k < LINE_VECTORS; k++)
-        STORE(columns[c] + i + (uint64_t)k * WIDTH, line[k][c]);
+        STORE(columns[c] + at + (uint64_t)k * VECTOR_BYTES, line[k][c]);
   }
-  span->done = i;
-  for (int c = 0; c < how.columns && i > first; c++)
+  span->done = at / size;
+  for (int c = 0; c < how.columns && at > first; c++)
     if (streamed == STREAM_ALL || (streamed && out[c]))
       states[c] = hash_end(&hashes[c]);
 }
 
-/* Update 8 elements, the width of torch's vectors, from memory that a vector may lie in. */
-VECTOR_TARGET LCK_INLINE void update8(const lck_update_span *span, uint64_t i, const way how) {
+/* Update one of torch's vectors, from memory that one of this file's may lie in. */
+VECTOR_TARGET LCK_INLINE void update_torch_vector(const lck_update_span *span, uint64_t at,
+                                                  const way how) {
   const constants by = constants_of(span->factors);
-  float there[LCK_UPDATE_COLUMNS + 1][WIDTH];
-  float *const columns[LCK_UPDATE_COLUMNS] = {there[0], there[1], there[2], there[3]};
+  unsigned char there[LCK_UPDATE_COLUMNS + 1][VECTOR_BYTES];
+  unsigned char *const columns[LCK_UPDATE_COLUMNS] = {there[0], there[1], there[2], there[3]};
   vector out[LCK_UPDATE_COLUMNS];
   memset(there, 0, sizeof there);
-  memcpy(there[LCK_UPDATE_COLUMNS], span->gradient + i, 32);
+  memcpy(there[LCK_UPDATE_COLUMNS], (const unsigned char *)span->gradient + at, LCK_TORCH_BYTES);
   for (int c = 0; c < how.columns; c++)
-    memcpy(there[c], span->columns[c] + i, 32);
+    memcpy(there[c], (const unsigned char *)span->columns[c] + at, LCK_TORCH_BYTES);
   update_vector(columns, there[LCK_UPDATE_COLUMNS], 0, how, &by, out);
   for (int c = 0; c < how.columns; c++) {
     STORE(there[c], out[c]);
-    memcpy(span->columns[c] + i, there[c], 32);
+    memcpy((unsigned char *)span->columns[c] + at, there[c], LCK_TORCH_BYTES);
   }
 }
 
-/* Update what is left behind the last whole line, in place: 8 elements at once if there are, which
- * is torch's vector, then one by one. */
+/* Update what is left behind the last whole line, in place: torch's vector of it at once if there
+ * is one, the others one by one. */
 VECTOR_TARGET LCK_INLINE void update_rest(lck_update_span *span, const way how) {
+  const uint64_t size = lck_update_size(how.type), half = LCK_TORCH_BYTES / size;
   uint64_t i = span->done;
-  if (span->length - i >= 8) {
-    update8(span, i, how);
-    i += 8;
+  if (span->length - i >= half) {
+    update_torch_vector(span, i * size, how);
+    i += half;
   }
   for (; i < span->length; i++)
-    update_element(span, i);
+    update_element(span, i, 0);
   span->done = i;
 }
 
 /* Store the last line, which is not whole, from what stands in place. */
-VECTOR_TARGET LCK_INLINE void stream_rest(lck_update_span *span, uint64_t from, int column,
-                                          uint32_t *state) {
+VECTOR_TARGET LCK_INLINE void stream_rest(lck_update_span *span, uint64_t from, uint64_t length,
+                                          int column, uint32_t *state) {
   _Alignas(LCK_LINE) unsigned char bounce[LCK_LINE];
-  uint64_t length = (span->length - from) * 4;
-  lck_bounce(bounce, (const unsigned char *)(span->columns[column] + from), length);
+  lck_bounce(bounce, (const unsigned char *)span->columns[column] + from, length);
   for (int k = 0; k < LINE_VECTORS; k++)
-    STREAM(span->out[column] + from * 4 + (uint64_t)k * WIDTH * 4,
-           LOAD((const float *)(const void *)bounce + (uint64_t)k * WIDTH));
+    STREAM(span->out[column] + from + (uint64_t)k * VECTOR_BYTES,
+           LOAD(bounce + (uint64_t)k * VECTOR_BYTES));
   *state = tail_state(*state, bounce, length);
 }
 
 VECTOR_TARGET LCK_INLINE void update_span(lck_update_span *span, const way how, int streamed) {
   uint32_t states[LCK_UPDATE_COLUMNS] = {UINT32_MAX, UINT32_MAX, UINT32_MAX, UINT32_MAX};
   update_lines(span, how, streamed, states);
-  uint64_t from = span->done;
+  const uint64_t size = lck_update_size(how.type), from = span->done * size;
+  const uint64_t left = span->length * size - from;
   update_rest(span, how);
   for (int c = 0; c < how.columns && streamed; c++) {
-    if (from < span->length && span->out[c])
-      stream_rest(span, from, c, &states[c]);
+    if (left > 0 && span->out[c])
+      stream_rest(span, from, left, c, &states[c]);
     span->crc[c] = ~states[c];
   }
 }
 
 VECTOR_TARGET LCK_INLINE int is_same(const way a, const way b) {
   return a.kind == b.kind && a.columns == b.columns && a.maximize == b.maximize &&
-         a.first_small == b.first_small;
+         a.first_small == b.first_small && a.type == b.type;
 }
 
 /* AdamW as most people use it is compiled on its own; there nothing depends on the other fields. */
+VECTOR_TARGET LCK_INLINE int update_usual(lck_update_span *span, const way how, int streamed,
+                                          uint32_t type) {
+  const way usual = {.kind = LCK_ADAMW, .columns = 3, .first_small = 1, .type = type};
+  if (!is_same(how, usual) || (streamed != 0 && streamed != usual.columns))
+    return 0;
+  if (streamed == 0)
+    update_span(span, usual, STREAM_NONE);
+  else
+    update_span(span, usual, STREAM_ALL);
+  return 1;
+}
+
 VECTOR_TARGET LCK_INLINE void update_any(lck_update_span *span) {
-  const way usual = {.kind = LCK_ADAMW, .columns = 3, .first_small = 1};
-  const way how = way_of(span->factors);
+  const way how = way_of(span);
   int streamed = 0;
   for (int c = 0; c < how.columns; c++)
     streamed += span->out[c] != NULL;
-  if (is_same(how, usual) && streamed == usual.columns)
-    update_span(span, usual, STREAM_ALL);
-  else if (is_same(how, usual) && streamed == 0)
-    update_span(span, usual, STREAM_NONE);
-  else if (streamed == 0)
+  if (update_usual(span, how, streamed, LCK_FLOAT32) ||
+      update_usual(span, how, streamed, LCK_BFLOAT16) ||
+      update_usual(span, how, streamed, LCK_FLOAT16))
+    return;
+  if (streamed == 0)
     update_span(span, how, STREAM_NONE);
   else
     update_span(span, how, STREAM_SOME);

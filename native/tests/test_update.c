@@ -5,50 +5,69 @@
 #include <pthread.h>
 #include <sys/stat.h>
 
+#include "half.h"
 #include "snapshot_bed.h"
 
 enum { TASKS = 9, COLUMNS = 4 };
-static const uint64_t lengths[TASKS] = {1, 7, 16, 24, 1024, 1031, 4096, 33333, 65536};
+static const uint64_t lengths[TASKS] = {1, 7, 16, 56, 1024, 1031, 4096, 33333, 65536};
+
+typedef struct method {
+  lck_update_rule rule;
+  uint32_t type;
+} method;
 
 typedef struct training {
-  float *columns[COLUMNS][TASKS], *gradients[TASKS];
+  void *columns[COLUMNS][TASKS], *gradients[TASKS];
   float steps[TASKS];
   lck_update_rule rule;
   lck_update_task tasks[TASKS];
   lck_copy copies[COLUMNS * TASKS];
-  uint32_t columns_used, count;
+  uint32_t type, columns_used, count;
 } training;
 
 static float drawn(uint64_t *state) {
   return (float)(int32_t)(bed_random(state) >> 32) / 1e9F;
 }
 
+static uint64_t size_of(const training *t, uint32_t i) {
+  return lengths[i] * (t->type == LCK_FLOAT32 ? 4 : 2);
+}
+
+static void *made(const training *t, uint32_t i, int positive, uint64_t *state) {
+  void *column = malloc(size_of(t, i));
+  CHECK(column, "memory");
+  for (uint64_t k = 0; k < lengths[i]; k++) {
+    float value = positive ? fabsf(drawn(state)) : drawn(state);
+    if (t->type == LCK_FLOAT32)
+      ((float *)column)[k] = value;
+    else
+      ((uint16_t *)column)[k] =
+          t->type == LCK_BFLOAT16 ? lck_to_bfloat16(value) : lck_to_float16(value);
+  }
+  return column;
+}
+
 /* Two that are made alike hold the same numbers. */
-static void make(training *t, const lck_update_rule *rule, uint64_t offset, int some) {
+static void make(training *t, const method *how, uint64_t offset, int some) {
+  const lck_update_rule *rule = &how->rule;
   uint64_t state = 77;
   memset(t, 0, sizeof *t);
   t->rule = *rule;
+  t->type = how->type;
   t->columns_used = rule->kind == LCK_SGD ? 2 : rule->flags & LCK_UPDATE_AMSGRAD ? 4 : 3;
   for (uint32_t i = 0; i < TASKS; i++) {
-    uint64_t length = lengths[i];
-    t->gradients[i] = malloc(length * sizeof(float));
-    CHECK(t->gradients[i], "memory");
-    for (uint64_t k = 0; k < length; k++)
-      t->gradients[i][k] = drawn(&state);
-    t->tasks[i] =
-        (lck_update_task){.gradient = t->gradients[i], .step = &t->steps[i], .length = length};
+    t->gradients[i] = made(t, i, 0, &state);
+    t->tasks[i] = (lck_update_task){
+        .gradient = t->gradients[i], .step = &t->steps[i], .length = lengths[i], .type = t->type};
     for (uint32_t c = 0; c < t->columns_used; c++) {
-      float *column = t->columns[c][i] = malloc(length * sizeof(float));
-      CHECK(column, "memory");
-      for (uint64_t k = 0; k < length; k++)
-        column[k] = c < 2 ? drawn(&state) : fabsf(drawn(&state));
+      void *column = t->columns[c][i] = made(t, i, c >= 2, &state);
       t->tasks[i].copies[c] = LCK_NOT_STREAMED;
       if (some && (i + c) % 3 == 0) /* another rank's, say */
         continue;
       t->tasks[i].copies[c] = t->count;
-      t->copies[t->count++] = (lck_copy){
-          .offset = offset, .source = column, .length = length * sizeof(float), .layer = i};
-      offset += (length * sizeof(float) + LCK_LINE - 1) / LCK_LINE * LCK_LINE;
+      t->copies[t->count++] =
+          (lck_copy){.offset = offset, .source = column, .length = size_of(t, i), .layer = i};
+      offset += (size_of(t, i) + LCK_LINE - 1) / LCK_LINE * LCK_LINE;
     }
     t->tasks[i].parameter = t->columns[0][i];
     t->tasks[i].first = t->columns[1][i];
@@ -75,8 +94,8 @@ static void same(const training *a, const training *b) {
   for (uint32_t i = 0; i < TASKS; i++) {
     CHECK(a->steps[i] == b->steps[i], "step of %u", i);
     for (uint32_t c = 0; c < a->columns_used; c++)
-      CHECK(!memcmp(a->columns[c][i], b->columns[c][i], lengths[i] * sizeof(float)),
-            "column %u of task %u", c, i);
+      CHECK(!memcmp(a->columns[c][i], b->columns[c][i], size_of(a, i)), "column %u of task %u", c,
+            i);
   }
 }
 
@@ -84,28 +103,32 @@ static int update(training *t, lck_snapshot *snapshot, uint32_t batch, uint32_t 
   return lck_update(&t->rule, 1, t->tasks, TASKS, snapshot, batch, threads, NULL);
 }
 
-static const lck_update_rule rules[] = {
-    {.kind = LCK_ADAMW, .lr = 0.01, .beta1 = 0.9, .beta2 = 0.999, .eps = 1e-8, .weight_decay = 0.1},
-    {.kind = LCK_ADAM,
-     .lr = 0.01,
-     .beta1 = 0.4,
-     .beta2 = 0.95,
-     .eps = 1e-8,
-     .weight_decay = 0.1,
-     .flags = LCK_UPDATE_AMSGRAD | LCK_UPDATE_MAXIMIZE},
-    {.kind = LCK_SGD, .lr = 0.01, .momentum = 0.9, .flags = LCK_UPDATE_NESTEROV},
-    {.kind = LCK_ADAMW, .lr = 0.01, .beta1 = 0.9, .beta2 = 0.999, .flags = LCK_UPDATE_UNFUSED},
+#define ADAMW .kind = LCK_ADAMW, .lr = 0.01, .beta1 = 0.9, .beta2 = 0.999, .eps = 1e-8
+#define ADAM .kind = LCK_ADAM, .lr = 0.01, .beta1 = 0.4, .beta2 = 0.95, .weight_decay = 0.1
+enum { BOTH = LCK_UPDATE_AMSGRAD | LCK_UPDATE_MAXIMIZE };
+static const method methods[] = {
+    {{ADAMW, .weight_decay = 0.1}, LCK_FLOAT32},
+    {{ADAM, .eps = 1e-8, .flags = BOTH}, LCK_FLOAT32},
+    {{.kind = LCK_SGD, .lr = 0.01, .momentum = 0.9, .flags = LCK_UPDATE_NESTEROV}, LCK_FLOAT32},
+    {{ADAMW, .flags = LCK_UPDATE_UNFUSED}, LCK_FLOAT32},
+    {{ADAMW, .weight_decay = 0.1}, LCK_BFLOAT16},
+    {{ADAMW, .weight_decay = 0.1}, LCK_FLOAT16},
+    {{ADAM, .eps = 1e-8, .flags = BOTH}, LCK_BFLOAT16},
+    {{ADAM, .eps = 1e-4, .flags = BOTH}, LCK_FLOAT16},
+    {{ADAMW, .flags = LCK_UPDATE_UNFUSED}, LCK_BFLOAT16},
+    {{ADAMW, .flags = LCK_UPDATE_UNFUSED}, LCK_FLOAT16},
 };
-enum { RULES = sizeof rules / sizeof rules[0] };
+enum { METHODS = sizeof methods / sizeof methods[0], UNFUSED = 3 };
 
 /* This CPU can make it at all. */
-static int possible(const lck_update_rule *rule) {
+static int possible(const method *how) {
   float p = 1, m = 0, v = 0, g = 0, step = 0;
   lck_update_task task = {.parameter = &p, .first = &m, .second = &v, .largest = &v};
   task.gradient = &g;
   task.step = &step;
   task.length = 1;
-  return lck_update(rule, 1, &task, 1, NULL, 0, 1, NULL) == 0;
+  task.type = how->type;
+  return lck_update(&how->rule, 1, &task, 1, NULL, 0, 1, NULL) == 0;
 }
 
 static const char *const kernels[] = {"avx512", "avx2", "sse42", "portable", "aarch64"};
@@ -117,13 +140,13 @@ static void test_what_is_streamed_is_what_stands_in_place(bed *b) {
   for (uint32_t k = 0; k < 5; k++) {
     if (lck_kernel(kernels[k], NULL) != 0)
       continue;
-    for (uint32_t r = 0; r < RULES; r++) {
+    for (uint32_t r = 0; r < METHODS; r++) {
       training streamed, plain;
       uint32_t crcs[COLUMNS * TASKS], slot = (uint32_t)(sequence % 3);
-      if (!possible(&rules[r]))
+      if (!possible(&methods[r]))
         continue;
-      make(&streamed, &rules[r], bed_slot(b, slot), sequence % 2);
-      make(&plain, &rules[r], 0, 0);
+      make(&streamed, &methods[r], bed_slot(b, slot), sequence % 2);
+      make(&plain, &methods[r], 0, 0);
       lck_snapshot *s = bed_begin(b, pool, slot);
       uint32_t batch = bed_add(s, streamed.copies, streamed.count);
       CHECK(update(&streamed, s, batch, 1 + r % 3) == 0, "%s", lck_last_error());
@@ -154,11 +177,11 @@ static void test_a_lost_region_loses_no_element(bed *b) {
     bed_create(b, "update");
     lck_pool *pool = bed_pool(2, round % 2 ? 4096 : 65536);
     (void)lck_kernel(kernels[round % 5], NULL); /* what this CPU lacks changes nothing */
-    const lck_update_rule *rule = &rules[round % 3];
-    if (!possible(rule))
-      rule = &rules[3];
-    make(&streamed, rule, bed_slot(b, 1), 0);
-    make(&plain, rule, 0, 0);
+    const method *how = &methods[(round + round / 5) % METHODS]; /* with each kernel, some */
+    if (!possible(how))
+      how = &methods[UNFUSED];
+    make(&streamed, how, bed_slot(b, 1), 0);
+    make(&plain, how, 0, 0);
     lck_snapshot *s = bed_begin(b, pool, 1);
     uint32_t batch = bed_add(s, streamed.copies, streamed.count);
     const lck_copy *last = &streamed.copies[streamed.count - 1];
@@ -204,8 +227,9 @@ static void test_a_snapshot_that_is_given_up_meanwhile_costs_no_element(bed *b) 
   for (uint32_t round = 0; round < (UNDER_TSAN ? 5 : 20); round++) {
     training streamed, plain;
     pthread_t other;
-    make(&streamed, &rules[possible(&rules[0]) ? 0 : 3], bed_slot(b, 0), 0);
-    make(&plain, &streamed.rule, 0, 0);
+    const method *how = &methods[possible(&methods[0]) ? 0 : UNFUSED];
+    make(&streamed, how, bed_slot(b, 0), 0);
+    make(&plain, how, 0, 0);
     stream_none(&plain);
     lck_snapshot *s = bed_begin(b, pool, 0);
     uint32_t batch = bed_add(s, streamed.copies, streamed.count);
@@ -228,8 +252,8 @@ static void test_what_is_refused_changes_nothing(bed *b) {
   training t, before;
   bed_create(b, "update");
   lck_pool *pool = bed_pool(1, 4096);
-  make(&t, &rules[3], bed_slot(b, 0), 0);
-  make(&before, &rules[3], 0, 0);
+  make(&t, &methods[UNFUSED], bed_slot(b, 0), 0);
+  make(&before, &methods[UNFUSED], 0, 0);
   lck_snapshot *s = bed_begin(b, pool, 0);
   uint32_t batch = bed_add(s, t.copies, t.count);
   CHECK(update(&t, s, batch + 1, 1) == LCK_E_INVALID, "no such batch");
@@ -244,11 +268,20 @@ static void test_what_is_refused_changes_nothing(bed *b) {
   t.tasks[2].second = NULL;
   CHECK(update(&t, s, batch, 1) == LCK_E_INVALID, "no column");
   t.tasks[2].second = t.columns[2][2];
+  t.tasks[1].type = 3;
+  CHECK(update(&t, s, batch, 1) == LCK_E_INVALID, "no type");
+  t.tasks[1].type = LCK_FLOAT16;
+  CHECK(update(&t, s, batch, 1) == LCK_E_INVALID, "a copy of another type");
+  t.tasks[1].type = LCK_FLOAT32;
   t.tasks[8].rule = 1;
   CHECK(update(&t, s, batch, 1) == LCK_E_INVALID, "no rule");
   t.tasks[8].rule = 0;
   t.rule.kind = 3;
   CHECK(update(&t, s, batch, 1) == LCK_E_INVALID, "no kind");
+  t.rule.kind = LCK_SGD;
+  t.tasks[0].type = LCK_BFLOAT16;
+  CHECK(update(&t, NULL, 0, 1) == LCK_E_INVALID, "what torch does wrong");
+  t.tasks[0].type = LCK_FLOAT32;
   t.rule.kind = LCK_ADAMW;
   same(&t, &before);
   CHECK(lck_snapshot_release(s, batch, 1) == 0, "%s", lck_last_error());

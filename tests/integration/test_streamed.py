@@ -67,6 +67,28 @@ def test_a_job_restored_from_a_streamed_snapshot_goes_on_bit_for_bit(run_dir: Pa
     assert of_live(again.model, again.optimizers) == of_live(whole.model, whole.optimizers)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_models_of_a_half_type_stream_and_go_on_bit_for_bit(
+    run_dir: Path, dtype: torch.dtype
+) -> None:
+    def loop() -> Loop:
+        torch.manual_seed(3)
+        model = mlp(33).to(dtype)  # neither whole lines nor whole vectors
+        optimizer = optim.AdamW(model.parameters(), lr=0.01, amsgrad=True)
+        return Loop(model, optimizer, width=33)
+
+    whole, first, again = loop(), loop(), loop()
+    whole.run(2 * STEPS)
+    with attach(run_dir, first, proof=True, chunk_bytes=4096) as handle:
+        first.run(STEPS)
+        first.note()
+        assert handle.stats().streamed >= STEPS - 3
+    first.check(run_dir, list(range(1, STEPS + 1)))
+    assert lightck.restore(again.model, list(again.optimizers), run_dir).step == STEPS
+    again.run(STEPS)
+    assert of_live(again.model, again.optimizers) == of_live(whole.model, whole.optimizers)
+
+
 @pytest.mark.parametrize("theirs", [True, False])
 def test_snapshots_restore_into_torch_s_own_class_and_back(run_dir: Path, theirs: bool) -> None:
     kinds = [torch.optim.AdamW, optim.AdamW]

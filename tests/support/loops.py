@@ -92,13 +92,14 @@ class Loop:
 
     def __init__(self, model: nn.Module, *optimizers: Optimizer, width: int = 64) -> None:
         self.model, self.optimizers, self.width = model, optimizers, width
+        self.dtype = next(model.parameters()).dtype
         self.seen: dict[int, Digests] = {}
         self.step = 0
 
     def forward(self) -> torch.Tensor:
         """Run a forward, with what stands at its start written down just before."""
         self.note()
-        return self.model(torch.ones(2, self.width)).square().mean()
+        return self.model(torch.ones(2, self.width, dtype=self.dtype)).square().mean()
 
     def note(self) -> None:
         """Write down what the snapshot of the last complete step must hold."""

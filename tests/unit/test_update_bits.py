@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import subprocess
@@ -15,11 +16,13 @@ from torch import nn
 
 from lightck import optim
 from lightck.optim.openmp import gomp_parallel
-from lightck.optim.self_test import order_of
+from lightck.optim.self_test import is_same_as_torch, order_of
 from lightck.region._ffi import ffi, library
+from lightck.region.native_update import ADAM, ADAMW, BFLOAT16, FLOAT16, FLOAT32, SGD, UNFUSED
 
 KERNELS = ("avx512", "avx2", "portable")
-ROUNDS = 40
+ROUNDS = {4: 40, 2: 15}  # by the size of an element: half types share the arithmetic
+TYPES = [torch.float32, torch.bfloat16, torch.float16]
 SPECIAL = torch.tensor([0.0, -0.0, 1e-39, -1e-45, 3e38, -3e38, float("inf"), float("nan"), 1e-25])
 
 
@@ -38,8 +41,9 @@ def select(kernel: str) -> None:
 
 def canonical(tensor: torch.Tensor) -> torch.Tensor:
     """Bits, with every NaN alike: sign and payload are not torch's."""
-    bits = tensor.detach().reshape(-1).view(torch.int32).clone()
-    bits[tensor.detach().reshape(-1).isnan()] = 0x7FC00000
+    flat = tensor.detach().reshape(-1)
+    bits = flat.view(torch.int32 if flat.element_size() == 4 else torch.int16).clone()
+    bits[flat.isnan()] = -1
     return bits
 
 
@@ -76,24 +80,29 @@ def lengths(dice: random.Random) -> list[int]:
     return [*small, dice.choice([4096, 65_536 + 5, 100_003, 1000])]
 
 
-@pytest.mark.parametrize("kind", ["AdamW", "Adam", "SGD"])
+CASES = [*itertools.product(["AdamW", "Adam"], TYPES), ("SGD", torch.float32)]
+
+
+@pytest.mark.parametrize(("kind", "dtype"), CASES)
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_every_step_has_the_bits_of_torch_s_fused_kernel(kind: str, kernel: str) -> None:
+def test_every_step_has_the_bits_of_torch_s_fused_kernel(
+    kind: str, dtype: torch.dtype, kernel: str
+) -> None:
     select(kernel)
     seed = random.randrange(1 << 30)
     print("seed", seed)
     dice = random.Random(seed)
-    for _ in range(ROUNDS):
+    for _ in range(ROUNDS[dtype.itemsize]):
         torch.set_num_threads(dice.choice([1, 2]))
         chosen, sizes = options(dice, kind), lengths(dice)
-        first = [drawn(dice, size) for size in sizes]
+        first = [drawn(dice, size).to(dtype) for size in sizes]
         theirs = [nn.Parameter(tensor.clone()) for tensor in first]
         ours = [nn.Parameter(tensor.clone()) for tensor in first]
         expected = getattr(torch.optim, kind)(theirs, fused=True, **chosen)
         found = getattr(optim, kind)(ours, **chosen)
         for step in range(dice.randrange(2, 5)):
             for p, q in zip(theirs, ours, strict=True):
-                p.grad = drawn(dice, p.numel())
+                p.grad = drawn(dice, p.numel()).to(dtype)
                 q.grad = p.grad.clone()
             expected.step()
             found.step()
@@ -106,7 +115,64 @@ def test_every_step_has_the_bits_of_torch_s_fused_kernel(kind: str, kernel: str)
 
 
 def test_this_machine_s_torch_has_an_order_that_is_known() -> None:
-    assert order_of(frozenset({0, 1, 2}), True) is not None
+    order = order_of(frozenset({ADAM, ADAMW, SGD}), frozenset({FLOAT32}), True)
+    assert order is not None
+    halves = order_of(frozenset({ADAM, ADAMW}), frozenset({BFLOAT16, FLOAT16}), True)
+    assert halves == order
+
+
+@pytest.mark.parametrize("kind", [ADAM, ADAMW])
+@pytest.mark.parametrize("type_", [FLOAT32, BFLOAT16, FLOAT16])
+def test_two_orders_are_told_apart_by_every_type(kind: int, type_: int) -> None:
+    """Rounding to a half type hides nearly every difference from numbers at random."""
+    assert is_same_as_torch(kind, 0, type_) != is_same_as_torch(kind, UNFUSED, type_)
+
+
+def test_parameters_of_several_types_are_updated_in_one_step() -> None:
+    theirs = [nn.Parameter(torch.ones(77, dtype=dtype)) for dtype in TYPES]
+    ours = [nn.Parameter(p.detach().clone()) for p in theirs]
+    expected, found = torch.optim.AdamW(theirs, fused=True), optim.AdamW(ours)
+    for _ in range(3):
+        for p, q in zip(theirs, ours, strict=True):
+            p.grad, q.grad = torch.ones_like(p), torch.ones_like(q)
+        expected.step()
+        found.step()
+    assert not found.why_not
+    assert all(p.equal(q) for p, q in zip(theirs, ours, strict=True))
+
+
+@pytest.mark.parametrize("type_", [torch.bfloat16, torch.float16])
+def test_half_types_that_torch_does_otherwise_are_left_to_it(type_: torch.dtype) -> None:
+    p, q = (nn.Parameter(torch.ones(8, dtype=type_)) for _ in range(2))
+    sgd, adamw = optim.SGD([p], lr=0.1), optim.AdamW([q], lr=0.1)
+    for parameter in (p, q):
+        parameter.grad = torch.ones_like(parameter)
+    for optimizer in (sgd, adamw):
+        optimizer.step()
+    adamw.state[q]["exp_avg"] = torch.zeros(8)
+    with pytest.raises(RuntimeError):  # torch's, which takes one type
+        adamw.step()
+    sgd.step()
+    assert "float16" in sgd.why_not and "another type" in adamw.why_not
+
+
+@pytest.mark.parametrize("scale", [1.0, 1024.0])
+def test_a_scaler_leaves_half_types_to_torch_bit_for_bit(scale: float) -> None:
+    theirs, ours = (nn.Parameter(torch.ones(99, dtype=torch.float16)) for _ in range(2))
+    steppers = [torch.optim.AdamW([theirs], fused=True), optim.AdamW([ours])]
+    for p, optimizer in zip([theirs, ours], steppers, strict=True):
+        scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+        for i in range(4):
+            optimizer.zero_grad()
+            loss = (p.float() * torch.linspace(-1, 1, 99)).square().sum()
+            if i % 2:
+                scaler.scale(loss).backward()
+                scaler.step(optimizer)
+                scaler.update()
+            else:
+                loss.backward()
+                optimizer.step()
+    assert torch.equal(theirs, ours)
 
 
 THREADS = """
