@@ -115,6 +115,7 @@ static void test_damage_is_seen(bed *b) {
   bed_snapshot(b, pool, 2, 8);
   CHECK(lck_pool_publish(pool, b->region, &wanted) == 0, "%s", lck_last_error());
   EVENTUALLY(look(other, &found) == 0);
+  CHECK(lck_pool_destroy(pool) == 0, "%s", lck_last_error()); /* its thread has left the page */
   unsigned char *page = lck_guard_store(b->region, LCK_STATISTICS_OFFSET);
   for (uint64_t byte = offsetof(statistics_disk, magic); byte < sizeof(statistics_disk); byte++) {
     page[byte] ^= (unsigned char)(1 << byte % 8);
@@ -124,7 +125,6 @@ static void test_damage_is_seen(bed *b) {
   }
   memset(page, 0x5a, LCK_HEADER_PAGE);
   CHECK(look(other, &found) == LCK_E_CORRUPT, "nonsense");
-  CHECK(lck_pool_destroy(pool) == 0, "%s", lck_last_error());
   CHECK(lck_region_close(other) == 0, "%s", lck_last_error());
   bed_reopen(b);
   bed_holds(b, 2, 8);
