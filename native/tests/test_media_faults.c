@@ -237,12 +237,12 @@ static void test_reading(bed *b, uint32_t threads) {
   bed_snapshot(b, pool, 1, 2);
   lck_region *region = reader(b);
   uint64_t start = bed_slot(b, 0), half = b->info.segments[0].slot_bytes;
-  unsigned char *to = malloc(half);
+  unsigned char *to = malloc(half + 4096), *apart = to + half; /* threads write both at once */
   CHECK(to, "memory");
   lck_read reads[] = {
       {.offset = start, .length = 1 << 20},
       {.offset = bed_slot(b, 1), .length = half, .destination = to},
-      {.offset = start, .length = 100, .destination = to},
+      {.offset = start, .length = 100, .destination = apart},
   };
   reads[0].crc = lck_crc32c(0, b->region->base + start, 1 << 20);
   reads[2].crc = lck_crc32c(0, b->region->base + start, 100);
@@ -258,6 +258,7 @@ static void test_reading(bed *b, uint32_t threads) {
   check_words(b, length);
   CHECK(lck_slot_read(region, 0, &record) == 0 && record.sequence == 1, "%s", lck_last_error());
   reads[1] = reads[2];
+  reads[1].destination = to;
   CHECK(lck_slot_fetch(region, reads, 3, threads, &bad) == 0, "%s", lck_last_error());
   lck_region_info info;
   CHECK(lck_region_describe(region, &info) == 0 && info.latched == 0, "a reader has no latch");
