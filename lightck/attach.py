@@ -265,7 +265,7 @@ class _Parts:
         timeline = barrier.begin()  # the last that may fail on one rank alone
         undo.append(partial(barrier.leave, "attach failed", 1.0))
         if topology.world > 1 and topology.rank == min(topology.peers):
-            failure_region.begin_timeline(region.place, known.restored, timeline or 0)
+            failure_region.begin_timeline(region, known.restored, timeline or 0)
         region.begin_timeline(region.continued, timeline)
         if checkpointer.step_journal is not None:
             checkpointer.step_journal.start(steps.step)

@@ -247,7 +247,7 @@ class SharePartitioner:
         peers, world = self.topology.peers, self.topology.world
         alike = self.replicated(lives) if world > 1 else set()
         statement = {"rank": self.topology.rank, "world": world, "peers": list(peers)}
-        statement["alike"] = all(v.name in alike for v in lives if _may_be_alike(v))
+        statement["alike"] = is_alike(lives, alike)
         if len(peers) == 1:
             return RankShare(tuple(lives), told=statement if world > 1 else None)
         entries = {
@@ -279,9 +279,16 @@ class SharePartitioner:
         )
 
 
-def _may_be_alike(live: StateTensor) -> bool:
-    """Tell whether DDP may keep a tensor alike; buffers and extras are rank-local by rule."""
-    return live.role in ("parameter", "optimizer") and live.alias_of is None
+def is_alike(lives: Sequence[StateTensor], alike: Set[str]) -> bool:
+    """Tell whether all parameters, and optimizers' state of them, are among those that are alike.
+
+    Buffers and extras are rank-local by rule.
+    """
+    return all(
+        live.name in alike
+        for live in lives
+        if live.role in ("parameter", "optimizer") and live.alias_of is None
+    )
 
 
 def _kept(

@@ -31,7 +31,7 @@ import numpy as np
 import torch
 
 from lightck.device.base import Device
-from lightck.distributed.sharding import ReplicatedTensors
+from lightck.distributed.sharding import ReplicatedTensors, is_alike
 from lightck.distributed.topology import Topology
 from lightck.errors import LightckError, TornSnapshotError, WaitTimeoutError
 from lightck.events import event
@@ -131,7 +131,10 @@ class WholeSaver:
         """
         inventory = self.checkpointer.inventory
         first = min(self.topology.peers) == self.topology.rank
-        if not (first and self._reaches_peers() and self.replicated(inventory.everything())):
+        everything = inventory.everything()
+        if not (
+            first and self._reaches_peers() and is_alike(everything, self.replicated(everything))
+        ):
             return
         entries, manifest_bytes = state_prediction.expected(inventory, whole=True)
         # Of three places, each with room for twice an entry, the snapshot has two entries a rank.
@@ -347,12 +350,12 @@ class WholeSaver:
         """Return every tensor, none of them cut: replicated ones live, own ones as they were.
 
         Raises:
-            _Refused: nothing is replicated, or some of what is not is large and changes.
+            _Refused: other ranks have parameters, or state of them, of which there is no replica.
         """
         everything = self.checkpointer.inventory.everything()
         same = self.replicated(everything)
-        if not same:
-            raise _Refused("nothing is replicated: every rank holds all of its state")
+        if not is_alike(everything, same):
+            raise _Refused("not all parameters and their optimizers' state are alike on all ranks")
         kept = {v.name: v for v in instant.collected.lives if v.span is None}
         copies = self._pre_update.dram_copies.by_name() if self._pre_update is not None else {}
         whole = [_as_kept(v, kept, copies, same, self._pre_update) for v in everything]

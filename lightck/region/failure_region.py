@@ -144,7 +144,7 @@ def require_restored(own: Location) -> None:
             )
 
 
-def begin_timeline(own: Location, restored: tuple[int, int] | None, timeline: int) -> None:
+def begin_timeline(own: Region, restored: tuple[int, int] | None, timeline: int) -> None:
     """Let the failure regions in a folder begin the timeline that the ranks are about to begin.
 
     What was restored from one stays whole there until something newer is; everything else in them
@@ -152,11 +152,11 @@ def begin_timeline(own: Location, restored: tuple[int, int] | None, timeline: in
     still stands is left to it: it is read, and never written again.
 
     Args:
-        own: the region of a rank of the node.
+        own: the region of a rank of the node. Nothing is done if a later life has left it.
         restored: (timeline, step) of what was restored; None: nothing.
         timeline: the new one.
     """
-    for where in location.failure_files(own):
+    for where in location.failure_files(own.place) if own.is_in_place else ():
         try:
             found = Region.open(where, writable=True)
         except RegionError:

@@ -173,6 +173,8 @@ class FailureSnapshot(AssembledSnapshot):
         Raises:
             CorruptSnapshotError: they make no whole state.
         """
+        if source.replica is None:
+            raise CorruptSnapshotError(f"{source.label}: not all of it was alike on all ranks")
         entries = joined(source.entries, local)
         at = {entry.name: i for i, entry in enumerate(entries)}
         own = {entry.name for entry, _ in local.tensors}

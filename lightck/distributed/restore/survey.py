@@ -218,7 +218,7 @@ class RegionSurvey:
         problems += self._absent_regions()
         # Peers' regions know no more of timelines than the own one does, and may be missing.
         deciding = [each for each in self.regions if self.scanned_all or self._is_own(each)]
-        deciding += self.failure_regions
+        deciding += self._counting_failure_regions()
         return RankView(
             self.where.common,
             step,
@@ -316,7 +316,7 @@ class RegionSurvey:
     def excludes(self, key: Key) -> str:
         """Return why a snapshot does not count; empty if it does, or if that is not known."""
         try:
-            every = (*self.regions, *self.failure_regions)
+            every = (*self.regions, *self._counting_failure_regions())
             return ruling_lineage([surveyed.lineage for surveyed in every]).excludes(key)
         except CoordinationError:  # regions of two jobs: each stands for itself
             return ""
@@ -403,6 +403,10 @@ class RegionSurvey:
         if whole:
             problems += [f"step {key.step}: {why[0]}" for key, why in lacking.items() if why]
         return whole or offers
+
+    def _counting_failure_regions(self) -> list[SurveyedRegion]:
+        """Return those that hold something: an empty one says nothing of the ranks' timelines."""
+        return [each for each in self.failure_regions if each.recovery.candidates]
 
     def _survey_failure_regions(self) -> None:
         """Read the failure regions beside the regions; one that cannot be read is a problem."""
