@@ -283,7 +283,7 @@ class Handle:
         error = self._reporter.take()
         if error is not None:
             raise error
-        if self._rescue is not None and not closed and self.last_committed_step == self.step:
+        if self._rescue is not None and not closed:  # the last step is whole on every rank
             self._rescue.run_is_over()
 
     def __enter__(self) -> Self:

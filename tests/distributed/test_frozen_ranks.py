@@ -8,6 +8,7 @@ import hashlib
 import os
 import random
 import secrets
+import shutil
 import signal
 import time
 from collections.abc import Callable
@@ -16,9 +17,25 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_peer_death import AT, BEFORE, KIND, LAST, NEVER, PHASES, Mortal, go_on, golden, until
+import torch
+from test_peer_death import (
+    AT,
+    BEFORE,
+    KIND,
+    LAST,
+    NEVER,
+    PHASES,
+    Events,
+    Mortal,
+    go_on,
+    golden,
+    until,
+)
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 import lightck
+from lightck.region.region import Region
 from support.distributed import ranks
 from support.distributed.resumed import same, state_of
 
@@ -138,6 +155,117 @@ def test_who_goes_on_after_all_has_lost_nothing(region_dir: Path) -> None:
     for (losses, state), (all_losses, last) in zip(results, golden(2, Mortal), strict=True):
         assert losses == all_losses and same(state, last)
     assert not [*region_dir.glob("failure-*")], "gone with the run"
+
+
+def test_a_close_behind_a_failure_keeps_what_was_saved_whole(region_dir: Path) -> None:
+    """The survivor closes its handle in a `finally`: the last step is whole nowhere else."""
+
+    def train(me: ranks.Me) -> None:
+        job = Mortal(me.rank, KIND, "half" if me.rank else "")
+        job.handle = job.attach(
+            region_dir, on_error=lambda error: None, policy=NEVER, close_timeout_s=3.0
+        )
+        try:
+            with suppress(RuntimeError):
+                while True:
+                    job.iterate()
+            until(lambda: whole_steps(region_dir))
+        finally:
+            with suppress(lightck.LightckError):
+                job.handle.close()
+
+    with ranks.started(2, train) as job:
+        assert job.outcomes([0]) == [None]
+    assert whole_steps(region_dir) == {AT}
+    info = go_on(region_dir, 2)
+    assert info is not None and info.step == AT
+
+
+class Mixture(nn.Module):
+    """Has a layer that DDP keeps alike, and an expert of each rank's own."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.shared = DistributedDataParallel(nn.Linear(4, 4))
+        torch.manual_seed(30 + rank)
+        self.expert = nn.Linear(4, 4)
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        return self.expert(self.shared(batch))
+
+
+def test_a_rank_s_own_parameters_are_never_replaced_by_another_s(region_dir: Path) -> None:
+    def begun(me: ranks.Me) -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = Mixture(me.rank)
+        return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+    def train(me: ranks.Me) -> list[str]:
+        model, optimizer = begun(me)
+        events = Events()
+        settings: dict[str, Any] = {"policy": NEVER, "on_error": lambda error: None}
+        with suppress(RuntimeError), lightck.attach(model, optimizer, region_dir, **settings):
+            for step in range(1, NEVER):
+                if (step, me.rank) == (AT, 1):
+                    os.kill(os.getpid(), signal.SIGKILL)
+                optimizer.zero_grad()
+                model(torch.randn(2, 4)).square().mean().backward()
+                optimizer.step()
+        return [told["why"] for told in events.of("not_saved_whole")]
+
+    def restored(me: ranks.Me) -> Any:
+        model, optimizer = begun(me)
+        return lightck.restore(model, optimizer, region_dir)
+
+    with ranks.started(2, train) as job:
+        ((why, *_),) = job.outcomes([0])
+    assert "not all parameters" in why and not whole_steps(region_dir)
+    with ranks.started(2, restored) as job:
+        assert job.results() == [None, None]
+
+
+def test_who_is_killed_between_the_timelines_of_its_regions_loses_nothing(
+    region_dir: Path,
+) -> None:
+    """Empty failure regions begin a timeline that no rank comes to."""
+
+    def train(me: ranks.Me) -> None:
+        job = Mortal(me.rank, KIND)
+        job.attach(region_dir, policy=1).__enter__()
+        for _ in range(AT):
+            job.iterate()
+        me.send("trained")
+        me.pause()
+
+    def attaches(me: ranks.Me) -> None:
+        def killed(*_: Any) -> None:
+            until(lambda: me.rank == 0 or begun.exists())
+            begun.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        job = Mortal(me.rank, KIND)
+        job.resume(region_dir, 300 + me.rank)
+        Region.begin_timeline, real = killed, Region.begin_timeline
+        if me.rank == 0:  # the failure region's is begun, its own is not
+            calls: list[Any] = []
+
+            def second(*arguments: Any) -> None:
+                calls.append(arguments)
+                (real if len(calls) <= 2 else killed)(*arguments)
+
+            Region.begin_timeline = second
+        job.attach(region_dir, policy=1)
+
+    begun = region_dir.with_name(f"{region_dir.name}-begun")
+    with ranks.started(2, train) as job:
+        assert [job.receive(rank) for rank in range(2)] == ["trained"] * 2
+    shutil.copy(region_dir / "failure-00000-0.lck", region_dir / "failure-00000-1.lck")
+    before = {row["step"] for row in lightck.snapshots(region_dir).to_pylist()}
+    with ranks.started(2, attaches) as job:
+        assert all(isinstance(each, ranks.Gone) for each in job.outcomes())
+    begun.unlink(missing_ok=True)
+    info = go_on(region_dir, 2)
+    assert info is not None and info.step in before
 
 
 def test_all_killed_right_after_a_recovery_come_back_to_the_same_step(region_dir: Path) -> None:
