@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from lightck.config import Config, setting_names
 from lightck.device import lookup
 from lightck.distributed.commit.distributed_barrier import DistributedBarrier
+from lightck.distributed.ddp_buckets import Arrangements
 from lightck.distributed.ddp_communication import DdpCommunication, ddp_modules
 from lightck.distributed.divergence import ReplicaSamples
 from lightck.distributed.rendezvous import Rendezvous, meeting
@@ -164,6 +165,8 @@ class _Parts:
         """Build all parts and return them as `Components`."""
         if ends_step is not None and not any(ends_step is each for each in optimizers):
             optimizers = [*optimizers, ends_step]
+        # What could not be brought in restore, which the model has been wrapped since.
+        self.progress.bring_arrangements(self.ranks, self.model)
         steps = self._steps(optimizers, ends_step)
         update, marked = self.config.update, ends_step is not None
         classes = LoopClasses.chosen(update, self.model, optimizers, boundary=marked)
@@ -210,12 +213,15 @@ class _Parts:
         self.undo.append(found.close)
         topology = self.ranks.agree(partial(self._topology, found))
         replicas = ReplicatedTensors(self.model, optimizers, topology.world)
+        arrangements = Arrangements(self.model)
+        self.undo.append(arrangements.remove)
         inventory = Inventory(
             self.model,
             optimizers,
             self.extras,
             units=classes.units,
             division=SharePartitioner(topology, replicas) if topology.world > 1 else None,
+            buckets=arrangements if arrangements.exist else None,
         )
         entries, manifest_bytes = state_prediction.expected(inventory)
         run_id = topology.run_id if topology.world > 1 else None

@@ -16,7 +16,8 @@ from torch.optim import Optimizer
 
 from lightck.config import Config
 from lightck.data import lookahead
-from lightck.distributed.rendezvous import meeting
+from lightck.distributed import ddp_buckets
+from lightck.distributed.rendezvous import Rendezvous, meeting
 from lightck.distributed.restore.healing import ReceivedSnapshot
 from lightck.distributed.restore.local_state import FailureSnapshot
 from lightck.distributed.restore.protocol import RestoreAttempt, restore_attempts
@@ -64,6 +65,9 @@ class ModelProgress:
     """Names of the extras in the snapshots that the model continues."""
     pending: list[SavedOptimizer] = field(default_factory=list)
     """Restored state of optimizers that have not been found yet."""
+    arrangements: dict[str, ddp_buckets.Arrangement] | None = None
+    """The restored arrangements of DDP modules, while the model is in none yet; None: there is
+    nothing to bring."""
     forward_hook: Any = None
     attached: list[Steps] = field(default_factory=list)
     """Step counters of the handles on the model; `step` is that of the handle that was closed
@@ -72,6 +76,12 @@ class ModelProgress:
     def has_extras(self, names: frozenset[str]) -> None:
         """Note which extras the next snapshots have."""
         self.extras = names
+
+    def bring_arrangements(self, ranks: Rendezvous, model: nn.Module) -> None:
+        """Bring the model's DDP modules, if it is in any yet, to the restored arrangements."""
+        if self.arrangements is not None and ddp_buckets.by_path(model):
+            ddp_buckets.bring(ranks, model, self.arrangements)
+            self.arrangements = None
 
     def left_at(self, step: int, steps: Steps) -> None:
         """Note that a handle, which counted with `steps`, has left the model at `step`."""
@@ -186,6 +196,7 @@ def _first_restored(
         for attempt in attempts:
             info = _restored(attempt, live, strict)
             if info is not None:
+                progress(live.model).bring_arrangements(attempt.ranks, live.model)
                 return info
     return None
 
@@ -197,6 +208,8 @@ def _restored(attempt: RestoreAttempt, live: Inventory, strict: bool) -> Restore
         reason, unequal = _foreign_reason(attempt, snapshot), attempt.unequal_tensors(snapshot)
         filler = StateFiller(snapshot, live, strict, foreign_reason=reason, unequal=unequal)
         filler.check()
+        context = f"step {attempt.key.step}"
+        arrangements = ddp_buckets.opened(filler.forward_start, context=context)
         filler.verify()
     if not attempt.is_verified():
         return None
@@ -207,6 +220,7 @@ def _restored(attempt: RestoreAttempt, live: Inventory, strict: bool) -> Restore
         filler.finish()
         _arm_forward(live, filler)
         _note_progress(state, attempt, filler)
+        state.arrangements = arrangements
         info = _described(attempt, filler)
     return info if attempt.is_copied() else None
 

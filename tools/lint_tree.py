@@ -60,6 +60,7 @@ FOREIGN: dict[str, tuple[str, str]] = {
     "lightck/cli/demo/train.py": ("weight", "torch's: the head is tied"),
     "lightck/data/lookahead.py": ("generator iteration", "torch's sampler; Accelerate's loader"),
     "lightck/data/sampler.py": ("iteration", "Accelerate's loader"),
+    "lightck/distributed/ddp_buckets.py": ("_has_rebuilt_buckets", "DDP's"),
     "lightck/distributed/ddp_communication.py": ("__doc__", "a function's"),
     "lightck/failure/fault_injector.py": ("open", "faults on purpose replace it"),
     "lightck/failure/fault_plan.py": ("read", "faults on purpose replace it"),

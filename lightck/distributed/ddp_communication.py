@@ -349,8 +349,7 @@ def bucket_layout(module: DistributedDataParallel) -> tuple[list[int], list[nn.P
     rebuilt = "rebuilt_" if module._has_rebuilt_buckets else ""
     sizes = _numbers(logged.get(f"{rebuilt}bucket_sizes", ""), ",")
     if rebuilt:
-        texts = logged.get("rebuilt_per_bucket_param_indices", "").split(",")
-        members = [_numbers(each, " ") for each in texts]
+        members = _rebuilt_buckets(logged)
     else:
         members = list(_initial_buckets(parameters, sizes))
     chosen = [[parameters[i] for i in bucket if i < len(parameters)] for bucket in members]
@@ -358,6 +357,18 @@ def bucket_layout(module: DistributedDataParallel) -> tuple[list[int], list[nn.P
     if not sizes or found != sizes:
         return [], []
     return sizes, [bucket[-1] for bucket in chosen]
+
+
+def logged_buckets(module: DistributedDataParallel) -> list[list[int]]:
+    """Return the parameter indices of each rebuilt bucket; empty while DDP has not logged them."""
+    found = _rebuilt_buckets(module._get_ddp_logging_data())
+    every = sorted(index for bucket in found for index in bucket)
+    return found if every == [*range(len(reduced_parameters(module)))] else []
+
+
+def _rebuilt_buckets(logged: dict[str, Any]) -> list[list[int]]:
+    texts = logged.get("rebuilt_per_bucket_param_indices", "").split(",")
+    return [_numbers(each, " ") for each in texts]
 
 
 def _numbers(text: str, separator: str) -> list[int]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, Protocol
@@ -365,6 +365,8 @@ class Inventory:
     """Says which unit's update changes each tensor; None: the whole optimizer's."""
     division: Division | None = None
     """Chooses what this rank captures; None: everything."""
+    buckets: Callable[[], dict[str, Any]] | None = None
+    """Gives the arrangement of DDP's buckets, plain: the same object while it is the same."""
     _taken: dict[str, Any] = field(default_factory=dict, init=False)
     """The state of each extra, by name, as it was last taken for forward start."""
     _cache: _Cache | None = field(default=None, init=False)
@@ -407,6 +409,8 @@ class Inventory:
         tree: dict[str, Any] = {"optimizers": optimizers, "extras": extras}
         if shared.told is not None:
             tree["share"] = shared.told
+        if self.buckets is not None:
+            tree["buckets"] = self.buckets()
         lives = self._joined(shared.lives, more)
         return CollectedState(lives, tree, shared.digest, shared.form, shared.lives)
 

@@ -96,8 +96,7 @@ def main() -> None:
     trained: nn.Module = model
     if several:
         dist.init_process_group("gloo")
-        # With a search for unused parameters the order of summation is the same after a restart.
-        trained = DistributedDataParallel(model, find_unused_parameters=True)
+        trained = DistributedDataParallel(model)
         torch.manual_seed(args.seed + rank)  # each rank draws batches of its own
 
     # (1) What has to come back, beside model, optimizer and random generators.
