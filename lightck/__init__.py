@@ -34,7 +34,7 @@ from lightck.errors import (
     UnrestoredError,
     WaitTimeoutError,
 )
-from lightck.types import Failure, Layerwise, Moment, Policy, RestoreInfo, Saved, Stats
+from lightck.types import Failure, Moment, Policy, RestoreInfo, Saved, Stats
 
 if TYPE_CHECKING:
     import lightck.optim as optim
@@ -69,7 +69,6 @@ __all__ = [
     "DivergenceError",
     "Failure",
     "Handle",
-    "Layerwise",
     "LightckError",
     "Moment",
     "NoSnapshotError",

@@ -32,7 +32,6 @@ from lightck.journal.boundary_state import BoundaryState
 from lightck.journal.device_lag import DeviceLag
 from lightck.journal.pre_fence import PreFencePredictor
 from lightck.journal.step_journal import StepJournal
-from lightck.layerwise.checkpointer import LoopClasses
 from lightck.loop import state_prediction
 from lightck.loop.checkpointer import Checkpointer
 from lightck.loop.due import DueCheck
@@ -41,10 +40,11 @@ from lightck.loop.hooks import Hooks, Listener, Watched, layers
 from lightck.loop.outcomes import ErrorReporter, Outcomes
 from lightck.loop.publisher import StallTimer, StatusPublisher
 from lightck.loop.steps import Steps
+from lightck.loop.stream_checkpointer import StreamCheckpointer
 from lightck.loop.trace_listener import TraceListener
 from lightck.pipeline.commit_barrier import CommitBarrier, SingleProcessBarrier
-from lightck.pipeline.pipeline import Pipeline
 from lightck.pipeline.schedule import schedule
+from lightck.pipeline.streamed import StreamPipeline
 from lightck.reader.fill import install_pending, tell_unfilled
 from lightck.region import claim, failure_region
 from lightck.region.claim import ClaimedLocation
@@ -168,14 +168,12 @@ class _Parts:
         # What could not be brought in restore, which the model has been wrapped since.
         self.progress.bring_arrangements(self.ranks, self.model)
         steps = self._steps(optimizers, ends_step)
-        update, marked = self.config.update, ends_step is not None
-        classes = LoopClasses.chosen(update, self.model, optimizers, boundary=marked)
         # Nothing is claimed before the state is known to be one that can be taken.
-        seen = Inventory(self.model, optimizers, self.extras, units=classes.units)
+        seen = Inventory(self.model, optimizers, self.extras)
         tell_synchronous(seen.collect().lives)
-        topology, replicas, inventory, region = self._claim(optimizers, classes)
+        topology, replicas, inventory, region = self._claim(optimizers)
         self._tell_left_out(region)
-        return self._start(steps, classes, topology, replicas, inventory, region)
+        return self._start(steps, topology, replicas, inventory, region)
 
     def _tell_left_out(self, region: Region) -> None:
         """Warn of extras that the run's snapshots had, and the next ones will not have."""
@@ -206,7 +204,7 @@ class _Parts:
         )
 
     def _claim(
-        self, optimizers: list[Optimizer], classes: LoopClasses
+        self, optimizers: list[Optimizer]
     ) -> tuple[Topology, ReplicatedTensors, Inventory, Region]:
         """Return this rank's region, with room for its share, once all ranks know the topology."""
         found = claim.find(self.config, self.ranks.rank, self.progress.continuation)
@@ -219,7 +217,6 @@ class _Parts:
             self.model,
             optimizers,
             self.extras,
-            units=classes.units,
             division=SharePartitioner(topology, replicas) if topology.world > 1 else None,
             buckets=arrangements if arrangements.exist else None,
         )
@@ -248,7 +245,6 @@ class _Parts:
     def _start(
         self,
         steps: Steps,
-        classes: LoopClasses,
         topology: Topology,
         replicas: ReplicatedTensors,
         inventory: Inventory,
@@ -260,12 +256,12 @@ class _Parts:
         barrier = self._barrier(region, steps.step, ReplicaSamples(inventory.found, replicas))
         count = len({v.layer for v in inventory.everything() if v.role == "parameter"})
         released = schedule(config.schedule, count, communicates=bool(modules))
-        pipeline = classes.pipeline.start(region, released, barrier, config, steps.step)
-        hooks = self._hooks(classes, inventory)
-        checkpointer = self._checkpointer(steps, classes, topology, inventory, pipeline, hooks)
+        pipeline = StreamPipeline.start(region, released, barrier, config, steps.step)
+        hooks = self._hooks(inventory)
+        checkpointer = self._checkpointer(steps, topology, inventory, pipeline, hooks)
         publisher, trace = checkpointer.publisher, pipeline.trace
         undo += [partial(self._write_trace, trace), checkpointer.outcomes.stop, publisher.ended]
-        undo += [classes.stop, hooks.remove]
+        undo.append(hooks.remove)
         checkpointer.start()
         checkpointer.check_state(collected)
         timeline = barrier.begin()  # the last that may fail on one rank alone
@@ -301,23 +297,21 @@ class _Parts:
         restored = self.progress.restored
         return DistributedBarrier(self.ranks, region, self.config, step, samples, restored)
 
-    def _hooks(self, classes: LoopClasses, inventory: Inventory) -> Hooks:
+    def _hooks(self, inventory: Inventory) -> Hooks:
         subjects = (extra.subject for extra in self.extras)
         return Hooks(
             self.watched,
             loaders=tuple(subject for subject in subjects if is_loader(subject)),
             recording=lookup.recording(live.local for live in inventory.collect().lives),
-            defers=classes.defers,
             optimizers=inventory.optimizers,
         )
 
     def _checkpointer(
         self,
         steps: Steps,
-        classes: LoopClasses,
         topology: Topology,
         inventory: Inventory,
-        pipeline: Pipeline,
+        pipeline: StreamPipeline,
         hooks: Hooks,
     ) -> Checkpointer:
         """Build the checkpointer and all that it calls."""
@@ -333,7 +327,7 @@ class _Parts:
                 predictor = PreFencePredictor(boundary_state, pipeline.lock, count)
             step_journal = StepJournal(boundary_state, pipeline, outcomes.region_failed, predictor)
             device_lag = DeviceLag(step_journal, pipeline.offload)
-        return classes.checkpointer(
+        return StreamCheckpointer(
             inventory=inventory,
             boundary_state=boundary_state,
             pipeline=pipeline,

@@ -20,7 +20,7 @@ from typing import Any, Literal
 from lightck.errors import ConfigError
 from lightck.keywords import near
 from lightck.policy import EverySteps, parse
-from lightck.types import Failure, Layerwise, Policy
+from lightck.types import Failure, Policy
 
 _log = logging.getLogger(__name__)
 _ENV_PREFIX = "LIGHTCK_"
@@ -76,11 +76,6 @@ class Config:
             finishes open snapshots, so it may take as long as the medium's sync.
         trace: record what every thread does in the last steps: a file that `close()` writes (for
             https://ui.perfetto.dev and `lightck timeline`), or true, for `handle.trace(file)`.
-        update: `plain` (the optimizer's step updates everything), or `layerwise`: each layer is
-            updated as soon as its gradient is final, and its copy begins while other layers still
-            compute. Bit for bit the plain result, or an error that says why it cannot be. With
-            micro-batches: `lightck.Layerwise(accumulation=4)`, in a file `{accumulation = 4}`.
-            Copies that begin early need a free slot: `slots=3` when every step is due.
         failure: `jit`: the last complete step is saved when the training fails (see `Failure`,
             which may be given instead; in a file as a table), so that a minibatch is lost at most.
             `off`: signals are left alone, and no boundary state is noted between snapshots.
@@ -109,8 +104,6 @@ class Config:
     run_id: str = field(default_factory=lambda: os.environ.get("TORCHELASTIC_RUN_ID") or "default")
     close_timeout_s: float = 60.0
     trace: bool | Path = False
-    update: Literal["plain", "layerwise"] | Layerwise = "plain"
-    """`"layerwise"` is taken for `Layerwise()`."""
     failure: Literal["jit", "off"] | Failure = "jit"
     """`"jit"` is taken for `Failure()`."""
 
@@ -310,20 +303,6 @@ def _error_action(value: object) -> object:
     raise ValueError("must be 'warn', 'raise' or a function of one exception")
 
 
-def _update(value: object) -> object:
-    known = {f.name for f in fields(Layerwise)}
-    if isinstance(value, dict) and value.keys() <= known:
-        value = Layerwise(**value)
-    if value == "layerwise":
-        return Layerwise()
-    if value == "plain":
-        return value
-    if isinstance(value, Layerwise) and isinstance(value.accumulation, int):
-        if not isinstance(value.accumulation, bool) and value.accumulation >= 1:
-            return value
-    raise ValueError("must be 'plain', 'layerwise' or lightck.Layerwise(accumulation=1 or more)")
-
-
 def _failure(value: object) -> object:
     if value in ("jit", "off"):
         return Failure() if value == "jit" else value
@@ -396,6 +375,5 @@ _CHECKS: dict[str, Callable[[object], object]] = {
     "run_id": _text,
     "close_timeout_s": _seconds,
     "trace": _trace,
-    "update": _update,
     "failure": _failure,
 }

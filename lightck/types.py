@@ -48,17 +48,6 @@ class Fate(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Layerwise:
-    """The setting that updates each layer once its gradient is final, and then copies it.
-
-    Attributes:
-        accumulation: backward passes (micro-batches) whose gradients one step sums up.
-    """
-
-    accumulation: int = 1
-
-
-@dataclass(frozen=True, slots=True)
 class Saved:
     """The result of a just-in-time snapshot.
 

@@ -84,9 +84,6 @@ KEPT = {
         "test_with_every_step_due_an_exact_snapshot_outlives_a_death_before_the_next_forward": 1,
         "test_what_a_survivor_takes_again_behind_its_update_does_not_hide_the_update": 1,
     },
-    "distributed/test_reduced_updates.py": {
-        "test_the_result_is_that_of_plain_steps_bit_for_bit": 6,
-    },
     "distributed/test_resume.py": {
         "test_a_job_that_lost_a_rank_does_what_an_uninterrupted_one_does": 1,
         "test_a_region_from_a_backup_takes_the_job_back_and_on_again": 1,
@@ -162,9 +159,6 @@ KEPT = {
     },
     "e2e/test_kills.py": {
         "test_training_that_is_killed_at_any_instant_goes_on_as_if_it_were_not": 1,
-    },
-    "e2e/test_layerwise.py": {
-        "test_layer_wise_updates_resume_bit_for_bit": 1,
     },
     "e2e/test_lifetime.py": {
         "test_death_at_any_moment_resumes_bit_for_bit": 0,
@@ -245,9 +239,6 @@ KEPT = {
     },
     "integration/test_journal_extras.py": {
         "test_a_change_of_what_is_kept_apart_is_in_the_very_next_entry": 6,
-    },
-    "integration/test_layerwise_updates.py": {
-        "test_layers_updated_alone_have_the_bits_of_the_plain_step": 24,
     },
     "integration/test_media_faults.py": {
         "test_a_foreign_fault_still_ends_the_process_with_its_traceback": 1,

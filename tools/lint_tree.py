@@ -66,8 +66,6 @@ FOREIGN: dict[str, tuple[str, str]] = {
     "lightck/failure/fault_plan.py": ("read", "faults on purpose replace it"),
     "lightck/failure/signals.py": ("mask", "of this thread"),
     "lightck/failure/triggers.py": ("excepthook", "Python's"),
-    "lightck/layerwise/ddp.py": ("grad", "torch's"),
-    "lightck/layerwise/updates.py": ("param_groups", "torch's"),
     "lightck/loop/hooks.py": ("__name__ __doc__", "a wrapper's"),
     "lightck/loop/state_prediction.py": ("grad", "torch's"),
     "lightck/region/backends/libpmemobj.py": ("made", "a native structure's"),

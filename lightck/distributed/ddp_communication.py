@@ -14,10 +14,9 @@ import types
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
@@ -36,40 +35,20 @@ from lightck.tracing.trace import Trace, now_ns
 Hook = Callable[[Any, Any], "Future[Any]"]
 
 
-class BucketObserver(Protocol):
-    """An observer of buckets.
-
-    It is called on the backward's thread, inside DDP's lock, and must not wait.
-    """
-
-    def bucket(self, bucket: Any, begin_ns: int, future: Future[Any]) -> None:
-        """Observe that a hook was given `bucket` at `begin_ns`, and has launched its reduction."""
-
-
 @dataclass(eq=False)
 class CommHookProxy:
-    """The proxy that a DDP module calls as its comm hook."""
+    """Registers the user's comm hook for a DDP module, wrapped so that its buckets are seen.
 
-    reference: weakref.ref[DistributedDataParallel]
-    """A weak reference to the module, because the module's reducer holds this for good."""
-    observers: list[BucketObserver] = field(default_factory=list)
+    The module's reducer holds this for good; it holds no module.
+    """
+
+    observers: list[ModuleBuckets] = field(default_factory=list)
     registered: bool = False
-    """True if torch calls this proxy."""
-    default_hook: Hook | None = None
-    """The hook of lightck, used until the user registers one."""
-    _user_hook: tuple[Hook, Any] | None = None
-    """The user's hook and its state, where torch holds lightck's hook."""
+    """True if torch calls this proxy, for good."""
 
-    def register(self, state: object, hook: Hook) -> None:
+    def register(self, module: DistributedDataParallel, state: object, hook: Hook) -> None:
         """Register the user's hook, in place of the module's `register_comm_hook`."""
-        module = self._module()
         module._check_comm_hook(hook)
-        if self.default_hook is not None and self._user_hook is None:
-            self._user_hook = (hook, state)
-            assert module.logger is not None
-            module.logger._set_comm_hook_name(hook.__qualname__)
-            module._comm_hooks.append((hook, state))
-            return
 
         @functools.wraps(hook)
         def observed(state: Any, bucket: Any) -> Future[Any]:
@@ -81,21 +60,6 @@ class CommHookProxy:
         finally:  # torch lists even one that it refuses
             module._comm_hooks[-1] = (hook, state)
 
-    def register_default(self, hook: Hook) -> None:
-        """Register a hook of lightck's, which the user can still replace.
-
-        Raises:
-            RuntimeError: there is one already.
-        """
-        private: Any = dist
-        private._register_comm_hook(self._module().reducer, None, self._run_chosen)
-        self.default_hook, self.registered = hook, True
-
-    def _run_chosen(self, _: None, bucket: Any) -> Future[Any]:
-        assert self.default_hook is not None
-        hook, state = self._user_hook or (self.default_hook, None)
-        return self._run(hook, state, bucket)
-
     def _run(self, hook: Hook, state: Any, bucket: Any) -> Future[Any]:
         begin_ns = now_ns()
         future = hook(state, bucket)
@@ -103,11 +67,6 @@ class CommHookProxy:
             for observer in tuple(self.observers):
                 observer.bucket(bucket, begin_ns, future)
         return future
-
-    def _module(self) -> DistributedDataParallel:
-        module = self.reference()
-        assert module is not None, "the module calls, and is gone"
-        return module
 
 
 _proxies: weakref.WeakKeyDictionary[DistributedDataParallel, CommHookProxy] = (
@@ -121,40 +80,29 @@ def register_comm_hook(self: DistributedDataParallel, state: object, hook: Hook)
     if proxy is None:
         type(self).register_comm_hook(self, state, hook)
     else:
-        proxy.register(state, hook)
+        proxy.register(self, state, hook)
 
 
 register_comm_hook.__doc__ = DistributedDataParallel.register_comm_hook.__doc__
 
 
-def attach(module: DistributedDataParallel, observer: BucketObserver) -> CommHookProxy:
-    """Let the observer see the hook that the module has or will get; return the proxy."""
-    proxy = _proxies.setdefault(module, CommHookProxy(weakref.ref(module)))
+def attach(module: DistributedDataParallel, observer: ModuleBuckets) -> None:
+    """Let the observer see the hook that the module has from an earlier attach, or will get."""
+    proxy = _proxies.setdefault(module, CommHookProxy())
     proxy.observers.append(observer)
     module.__dict__["register_comm_hook"] = types.MethodType(register_comm_hook, module)
-    return proxy
 
 
-def is_observable(module: DistributedDataParallel) -> bool:
-    """Tell whether the hook that torch calls can be observed."""
-    proxy = _proxies.get(module)
-    return proxy is not None and proxy.registered
-
-
-def detach(module: DistributedDataParallel, observer: BucketObserver) -> None:
-    """Stop observing, and leave the module as it was; idempotent.
-
-    Where lightck's hook is registered, the method stays: torch cannot let go of a hook, and the
-    user's hook must still be registered with the proxy.
-    """
+def detach(module: DistributedDataParallel, observer: ModuleBuckets) -> None:
+    """Stop observing, and leave the module as it was; idempotent."""
     proxy = _proxies.get(module)
     if proxy is None or observer not in proxy.observers:
         return
     proxy.observers.remove(observer)
-    if not proxy.observers and proxy.default_hook is None:
+    if not proxy.observers:
         module.__dict__.pop("register_comm_hook", None)
-    if not proxy.observers and not proxy.registered:
-        del _proxies[module]
+        if not proxy.registered:
+            del _proxies[module]
 
 
 # ---- the modules and the backward ----------------------------------------------------------------
@@ -267,7 +215,7 @@ class DdpCommunication:
 
 
 class ModuleBuckets:
-    """The gradient buckets of one DDP module, as a `BucketObserver` of its proxy sees them."""
+    """The gradient buckets of one DDP module, as its proxy and gradient hooks see them."""
 
     def __init__(self, module: DistributedDataParallel, communication: DdpCommunication) -> None:
         """Start to observe the module."""
@@ -288,7 +236,10 @@ class ModuleBuckets:
         return bool(self._module.require_forward_param_sync)
 
     def bucket(self, bucket: Any, begin_ns: int, future: Future[Any]) -> None:
-        """Record the launch of a bucket, observed in the comm hook that the user registered."""
+        """Record that the user's comm hook was given `bucket`, and has launched its reduction.
+
+        Called inside DDP's lock: it must not wait.
+        """
         self._hooked = True
         number, buffer = bucket.index(), bucket.buffer()
         size = buffer.numel() * buffer.element_size()

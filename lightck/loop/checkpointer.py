@@ -442,13 +442,6 @@ class Checkpointer:
             with self.outcomes.reported():
                 self.publisher.step_ended()
 
-    def _is_due_early(self, step: int) -> bool:
-        """Ask whether `step`, whose update has yet to end, gets a snapshot that may begin now."""
-        counters = self.pipeline.counters
-        cost = self.stall_timer.cost(step, counters.captured)
-        due = self.due_check.ask(step, cost, counters.persist_s, bool(self.outcomes.wanted))
-        return due and not self.outcomes.synchronous
-
     def _make_room(self) -> None:
         """Plan room for snapshots at the end of the first step: all optimizer state exists then.
 

@@ -144,8 +144,6 @@ class Hooks:
     recording: Callable[[], bool] | None = None
     """Tells whether the calling thread's device records a graph: what runs then changes nothing
     and is no step. None: there is no device."""
-    defers: bool = True
-    """True if updates may begin where the closure returns that their optimizer was given."""
     optimizers: Sequence[Optimizer] = ()
     """Optimizers of the job, whose parameters need not be the model's; grows as they are found."""
     _listener: Listener | None = None
@@ -175,7 +173,7 @@ class Hooks:
         hooked: enough to see that a backward runs, and that it goes on.
         """
         self._listener, recording = listener, self.recording
-        closures = Closures(listener.update_begins, self._is_ours, untraced, self.defers)
+        closures = Closures(listener.update_begins, self._is_ours, untraced)
         # Of a compiled module only the outer call reaches the hook, and once is what we want.
         warnings.filterwarnings("ignore", _COMPILED_WITH_HOOKS, UserWarning)
 
@@ -462,8 +460,6 @@ class Closures:
     owns: Callable[[Optimizer], bool]
     """Tells whether an optimizer is one of the job's, or changes one of its parameters."""
     untraced: Callable[[Any], Any]
-    defers: bool = True
-    """True if updates may begin where the closure returns; else each begins with its `step`."""
     _running: list[Call] = field(default_factory=list)
     """Closures that run, and whose updates have not begun; the outermost first."""
     _disbelieved: weakref.WeakSet[Optimizer] = field(default_factory=weakref.WeakSet)
@@ -505,7 +501,7 @@ class Closures:
             closure = closure.closure  # each handle that knows the optimizer has its own
 
     def _is_believed(self, optimizer: Optimizer) -> bool:
-        if not self.defers or optimizer in self._disbelieved or not self.owns(optimizer):
+        if optimizer in self._disbelieved or not self.owns(optimizer):
             return False
         if torch_class(optimizer) not in CALL_FIRST:
             self._tell(optimizer, "is not known to call its closure first, and once")

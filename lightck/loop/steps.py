@@ -28,9 +28,6 @@ class Steps:
     counts: list[int] = field(default_factory=list)
     nested: set[int] = field(default_factory=set)
     """Optimizers that step inside another one's update: they count with it."""
-    partial: bool = False
-    """True if some layers are updated, and their optimizers have not stepped (layer-wise
-    update)."""
     _inside: list[tuple[int, FrameType | None]] = field(default_factory=list)
     """Updates that have begun: (optimizer or MARK, the frame that runs the step)."""
 
@@ -58,11 +55,6 @@ class Steps:
         """Note that the loop marks its updates itself: only its marks end a step from now on."""
         self.marked = self.settled = True
 
-    def layer_updated(self) -> bool:
-        """Note that a layer is updated before its optimizer steps; True if it is the first one."""
-        first, self.partial = not self.partial, True
-        return first
-
     @property
     def updating(self) -> bool:
         """Tell whether an update is running: the state is mixed."""
@@ -70,8 +62,8 @@ class Steps:
 
     @property
     def between_updates(self) -> bool:
-        """Tell whether some optimizers, or layers, have stepped since the last complete step."""
-        return self.partial or any(count > self.step for count in self.counts)
+        """Tell whether some optimizers have stepped since the last complete step."""
+        return any(count > self.step for count in self.counts)
 
     def gave_up(self, thread: int) -> bool:
         """Tell whether the update that `thread` has begun has raised: it never ends. Any thread."""
@@ -139,7 +131,6 @@ class Steps:
             complete = self.settled and min(own or self.counts) > self.step
         if complete:
             self.step += 1
-            self.partial = False
             if self.marked or self.boundary is not None:
                 self.counts = [self.step] * len(self.counts)
             for i in self.nested:

@@ -49,7 +49,7 @@ class StreamCheckpointer(Checkpointer):
         try:
             with self.stall_timer.of("fence"), self.lock, self.outcomes.reported():
                 self.poll()  # a commit gives a slot back
-                if self._is_due_early(step):
+                if self._is_due(step):
                     stream_into(partial(self.pipeline.stream, step))
         except Exception as error:  # noqa: BLE001 - raised here it would cost the update
             self._early_error = error
@@ -92,6 +92,13 @@ class StreamCheckpointer(Checkpointer):
         alone = len(self.inventory.optimizers) == 1 and self.inventory.optimizers[0] is optimizer
         ready = self.enabled and self._room_made and self.steps.settled and not self.steps.marked
         return alone and ready and not (self.due or self.forward_unseen)
+
+    def _is_due(self, step: int) -> bool:
+        """Ask whether `step`, whose update has yet to begin, gets a snapshot that it may write."""
+        counters = self.pipeline.counters
+        cost = self.stall_timer.cost(step, counters.captured)
+        due = self.due_check.ask(step, cost, counters.persist_s, bool(self.outcomes.wanted))
+        return due and not self.outcomes.synchronous
 
     def forward(self, training: bool) -> None:
         """Take forward start, up to which the watch tells what was written behind the update."""

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import partial
 from threading import Lock, RLock, Thread
-from typing import ClassVar, Self
+from typing import Self
 
 import numpy as np
 import numpy.typing as npt
@@ -226,7 +226,6 @@ class Pipeline:
     thread calls `pace`.
     """
 
-    may_copy_at_once: ClassVar[bool] = True
     region: Region
     pool: NativePool
     schedule: ReleaseSchedule
@@ -297,7 +296,7 @@ class Pipeline:
         pool.limit(config.write_limit)
         trace = Trace.of(config, region, pool, step)
         settings = config.proof, config.placement, bool(config.write_limit)
-        at_once = config.schedule == "auto" and cls.may_copy_at_once
+        at_once = config.schedule == "auto"
         return cls(region, pool, schedule, barrier, trace, placement, *settings, at_once)
 
     def prepare(self, lives: Sequence[StateTensor], boundary_bytes: int, step: int) -> None:

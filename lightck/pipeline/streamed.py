@@ -1,9 +1,10 @@
 """Snapshots whose optimizer state and parameters are written by the update itself.
 
 The update of a due step stores what it computes in place and into the slot, in one pass
-(`lightck.optim`). At forward start, if nothing has touched it since, all that is left to copy is
-what no update writes: buffers, frozen parameters, counts of steps. What has been touched sends the
-whole snapshot to the forward start, where it is copied as any other.
+(`lightck.optim`). Such a snapshot has *begun*: it has a slot and some of its bytes when its step
+ends. At forward start, if nothing has touched it since, it is opened in the ordinary way, and all
+that is left to copy is what no update writes: buffers, frozen parameters, counts of steps. What has
+been touched sends the whole snapshot to the forward start, where it is copied as any other.
 
 Nothing proves that a tensor was not touched, but four things show that one was: its address, its
 version counter, the write watch, and a comparison of a random part of every tensor, as at a fence.
@@ -17,6 +18,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -25,12 +27,14 @@ import torch
 from lightck.errors import LightckError
 from lightck.events import event
 from lightck.optim.update_stream import UpdateStream
-from lightck.pipeline.begun import BegunPipeline, BegunSnapshot
 from lightck.pipeline.copy_plan import CopySources, PlannedGroup, TensorReading, versions_of
-from lightck.pipeline.pipeline import CopyGroup
+from lightck.pipeline.pipeline import Check, CopyGroup, InflightSnapshot, Pipeline
 from lightck.pipeline.write_watch import WriteWatch
 from lightck.region.native_region import RECORD_JIT
 from lightck.region.native_update import COLUMNS, NOT_STREAMED
+from lightck.region.slot_writer import SlotWriter
+from lightck.state.inventory import CollectedState
+from lightck.tracing.trace import now_ns
 
 Rows = Sequence[tuple[torch.Tensor, ...]]
 
@@ -70,13 +74,15 @@ class StreamedCopies:
 
 
 @dataclass(eq=False)
-class StreamPipeline(BegunPipeline):
+class StreamPipeline(Pipeline):
     """A pipeline into which an optimizer's update may write, see `lightck.optim`."""
 
+    begun: InflightSnapshot | None = None
+    """The snapshot that an update writes or has written, up to its forward start."""
     watch: WriteWatch = field(default_factory=WriteWatch)
     _plan: StreamPlan | None = None
     _copies: StreamedCopies | None = None
-    """Copies that the update has made of the snapshot that has begun."""
+    """Copies that the update has made for the snapshot that has begun."""
     _changed: frozenset[str] = frozenset()
     """Entries that were changed behind the update of the last snapshot."""
     _late: frozenset[str] = frozenset()
@@ -109,18 +115,32 @@ class StreamPipeline(BegunPipeline):
             with suppress(LightckError):
                 begun = self._begin(step)
                 if begun is not None:
-                    batch = begun.snapshot.writer.add(plan.positions, chosen, nothing, nothing)
+                    batch = begun.writer.add(plan.positions, chosen, nothing, nothing)
             if begun is None or batch is None:
                 self._forget_begun("its copies could not be queued")
                 return None
-            writer = begun.snapshot.writer
             group = CopyGroup(frozenset(), batch, None, is_private=False)
             ended = partial(self._update_ended, begun, plan, group, chosen)
-            return UpdateStream(writer.snapshot, batch.number, plan.copies, ended)
+            return UpdateStream(begun.writer.snapshot, batch.number, plan.copies, ended)
+
+    def _begin(self, step: int) -> InflightSnapshot | None:
+        """Take a slot with the last snapshot's plan, without looking through the live state."""
+        plan = self.copy_plan.allocation
+        if plan is None or self.barrier.opening(step) is not None:
+            return None
+        begin = now_ns()
+        writer = SlotWriter.open(self.region, self.pool, plan, due=True)
+        if writer is None:
+            return None
+        self._taken(writer)
+        if self.trace is not None:
+            self.trace.opened(step, writer, begin)
+        self.begun = InflightSnapshot(step, writer, b"", b"", 0)
+        return self.begun
 
     def _update_ended(
         self,
-        begun: BegunSnapshot,
+        begun: InflightSnapshot,
         plan: StreamPlan,
         group: CopyGroup,
         pointers: npt.NDArray[np.uint64],
@@ -133,7 +153,7 @@ class StreamPipeline(BegunPipeline):
             if not complete:
                 self._forget_begun("its update failed")
                 return
-            begun.snapshot.groups.append(group)
+            begun.groups.append(group)
             versions = np.array(versions_of(plan.tensors), np.int64)
             self._copies = StreamedCopies(group, plan, pointers, versions)
 
@@ -206,35 +226,84 @@ class StreamPipeline(BegunPipeline):
             for part in left
         ]
 
-    def _missing(self, begun: BegunSnapshot) -> list[PlannedGroup]:
-        assert self._copies is not None
-        return self._copies.plan.missing
+    def open(
+        self,
+        step: int,
+        state: CollectedState,
+        at_step: bytes,
+        at_forward: bytes,
+        *,
+        flags: int = 0,
+        changed: Check | None = None,
+        reading: TensorReading | None = None,
+    ) -> InflightSnapshot | str:
+        """Open the snapshot of `step`, or go on with the one that has begun, if it still can."""
+        begun, self.begun = self.begun, None
+        said: dict[str, Any] = {"flags": flags, "changed": changed, "reading": reading}
+        if begun is None:
+            return super().open(step, state, at_step, at_forward, **said)
+        try:
+            plan = self.copy_plan.update(state.lives, len(at_step) + len(at_forward))
+            same = plan is begun.writer.plan and begun.step == step
+            copies = self._copies_to_go_on_with(begun, reading, flags) if same else None
+        except BaseException as error:
+            self.barrier.lost(step, f"failed: {error}")
+            self._abandon(begun)
+            raise
+        if copies is None:
+            self._abandon(begun)
+            if flags & RECORD_JIT and not self.barrier.alone:
+                self.barrier.lost(step, "the snapshot that had begun could not go on")
+            return super().open(step, state, at_step, at_forward, **said)
+        assert self.window is None, "two snapshots in one window"
+        snapshot = self.window = begun
+        snapshot.complete(state, (at_step, at_forward), flags, changed)
+        try:
+            staged = np.zeros(len(self.copy_plan.entries), np.bool_)
+            for part in copies.plan.missing:
+                self._queue(snapshot, part, staged, reading)
+            if snapshot.transfers:
+                self.offload.start(snapshot.transfers)
+        except BaseException as error:
+            self.drop(f"failed: {error}")
+            raise
+        held = snapshot.count_held()
+        self.schedule.open(held)
+        self._release(snapshot, held)
+        return snapshot
 
-    def _goes_on(self, begun: BegunSnapshot, reading: TensorReading | None, flags: int) -> bool:
+    def _copies_to_go_on_with(
+        self, begun: InflightSnapshot, reading: TensorReading | None, flags: int
+    ) -> StreamedCopies | None:
+        """Return the update's copies if they are of the plan's tensors, and these unchanged.
+
+        `reading` is of all of the plan's tensors now, where somebody has made it; `flags` are the
+        record's.
+        """
         self.watch.end()
         copies = self._copies
-        if copies is None or copies.plan.parts is not begun.parts:
-            return False
+        if copies is None or copies.plan.parts is not self.copy_plan.groups:
+            return None
         plan, live = copies.plan, self.copy_plan.tensors
         same = live is plan.lives or all(
             map(operator.is_, (live[i] for i in plan.positions.tolist()), plan.tensors)
         )
         if not same:
-            return False
+            return None
         changed = self._find_changed(begun, copies, reading)
         if changed:
             self._late |= self._changed & changed
             self._changed = changed
-            return False
+            return None
         self._changed = frozenset()
         if flags & RECORD_JIT:  # training may go on beside it: the fence compares once more
             sources = CopySources(plan.tensors, copies.pointers, copies.versions, [], [])
             copies.group.compare_at_fence(sources)
         self.counters.streamed += 1
-        return True
+        return copies
 
     def _find_changed(
-        self, begun: BegunSnapshot, copies: StreamedCopies, reading: TensorReading | None
+        self, begun: InflightSnapshot, copies: StreamedCopies, reading: TensorReading | None
     ) -> frozenset[str]:
         """Name the streamed tensors that something has changed since their update."""
         at = copies.plan.positions
@@ -248,7 +317,7 @@ class StreamPipeline(BegunPipeline):
             return frozenset(entries[int(i)].name for i in at[moved])
         everything = self.proof or not self.watch.gapless
         seed = self._dice.getrandbits(63)
-        name = begun.snapshot.writer.audit(copies.group.batch, seed, everything)
+        name = begun.writer.audit(copies.group.batch, seed, everything)
         if name is None:
             return frozenset()
         if self.watch.gapless:
@@ -260,7 +329,20 @@ class StreamPipeline(BegunPipeline):
         super().after_fork()
         self.watch.end()
 
+    def forget(self, why: str) -> None:
+        """Give up what is open, also a snapshot that has not reached its forward start."""
+        self._forget_begun(why)
+        super().forget(why)
+
+    def close(self) -> None:
+        """Close, and give up a snapshot that has not reached its forward start."""
+        self._forget_begun("closed")
+        super().close()
+
     def _forget_begun(self, why: str) -> None:
         self.watch.end()
         self._copies = None
-        super()._forget_begun(why)
+        begun, self.begun = self.begun, None
+        if begun is not None:
+            self.barrier.lost(begun.step, why)
+            self._abandon(begun)

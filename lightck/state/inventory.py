@@ -302,13 +302,6 @@ class Division(Protocol):
         """Return other objects that the choice depends on."""
 
 
-class HolderAssignment(Protocol):
-    """The assignment of tensors to the units that layer-wise update changes alone."""
-
-    def assign(self, lives: Sequence[StateTensor]) -> Sequence[StateTensor]:
-        """Return the same tensors, each held by its unit; asked again after `invalidate`."""
-
-
 @dataclass(frozen=True)
 class CollectedState:
     """The tensors and other values of the state at one instant."""
@@ -361,8 +354,6 @@ class Inventory:
     extras: tuple[Extra, ...] = ()
     always_sync: set[str] = field(default_factory=set)
     """Names of tensors that were found torn twice: they are copied before the forward goes on."""
-    units: HolderAssignment | None = None
-    """Says which unit's update changes each tensor; None: the whole optimizer's."""
     division: Division | None = None
     """Chooses what this rank captures; None: everything."""
     buckets: Callable[[], dict[str, Any]] | None = None
@@ -520,15 +511,15 @@ class Inventory:
             [[labels[parameter] for parameter in group["params"]] for group in o.param_groups]
             for o, labels in zip(self.optimizers, known, strict=True)
         ]
-        assigned = tuple(self.units.assign(lives) if self.units else lives)
+        everything = tuple(lives)
         kept = [module._buffers for module in modules]
         holding = [each for each in kept if each]
         return _Cache(
             modules,
             objects,
             objects.tobytes(),
-            everything=assigned,
-            shared=self.share(assigned),
+            everything=everything,
+            shared=self.share(everything),
             states=states,
             orders=orders,
             held=held,

@@ -19,7 +19,7 @@ import lightck
 from lightck.cli.main import main
 from lightck.distributed.restore.selection import Key
 from lightck.distributed.restore.survey import RegionSurvey
-from lightck.errors import ConfigError, NoSnapshotError, RestoreMismatchError, StateError
+from lightck.errors import NoSnapshotError, RestoreMismatchError, StateError
 from lightck.loop import state_prediction
 from lightck.loop.hooks import Watched
 from lightck.reader.assembly import AssembledSnapshot
@@ -462,14 +462,3 @@ def test_accumulated_gradients_that_are_reduced_at_the_end_change_nothing(region
         assert differing(parts(model, optimizer), expected[1]) == []
 
     on_ranks(2, compare)
-
-
-def test_layerwise_update_is_refused_with_its_reason(region_dir: Path) -> None:
-    def refused(me: Me) -> str:
-        model = net(mesh_of(me.world))
-        with pytest.raises(ConfigError) as caught:
-            lightck.attach(model, adam(model), region_dir, update="layerwise")
-        return str(caught.value)
-
-    (text,) = on_ranks(1, refused)
-    assert "DTensor" in text

@@ -98,14 +98,14 @@ def golden(world: int, kind: str = "plain", count: int = LAST) -> list[Any]:
 _golden = cache(golden)
 
 
-def life(path: Path, kind: str, dies: bool = False, **settings: Any) -> Callable[[ranks.Me], Any]:
+def life(path: Path, kind: str, dies: bool = False) -> Callable[[ranks.Me], Any]:
     """One life of a job: goes on from what is there, tells every loss.
 
     Where it `dies`, who has done everything waits: what is killed late is killed all the same.
     """
 
     def train(me: ranks.Me) -> Any:
-        job = Job(me.rank, kind, **settings)
+        job = Job(me.rank, kind)
         torch.manual_seed(1)  # as another process would: restore sets the generators
         if job.restore(path) is None:
             torch.manual_seed(300 + me.rank)
@@ -152,7 +152,7 @@ def dice() -> random.Random:
 
 
 def killed_again_and_again(
-    world: int, kind: str, path: Path, dice: random.Random, lives: int, **settings: Any
+    world: int, kind: str, path: Path, dice: random.Random, lives: int
 ) -> None:
     """Kill one rank or all in each life; then let the job end. Everything is golden."""
     wanted = _golden(world, kind)
@@ -161,7 +161,7 @@ def killed_again_and_again(
         until = dice.randrange(1, 2 + LAST // lives)
         context = f"life {number}, ranks {victims} killed after {until} words"
         said: dict[int, list[Any]] = {rank: [] for rank in range(world)}
-        with ranks.started(world, life(path, kind, True, **settings)) as job:
+        with ranks.started(world, life(path, kind, True)) as job:
             watched = dice.randrange(world)
             said[watched] = [job.receive(watched) for _ in range(until)]
             for rank in victims:
@@ -180,7 +180,7 @@ def killed_again_and_again(
                 said[rank] += drain(job, rank)
         for rank in range(world):
             compare(said[rank], wanted[rank][0], f"{context}, rank {rank}")
-    with ranks.started(world, life(path, kind, **settings)) as job:
+    with ranks.started(world, life(path, kind)) as job:
         states = job.results()
         for rank in range(world):
             assert compare(drain(job, rank), wanted[rank][0], f"last life, rank {rank}") == LAST
@@ -216,12 +216,6 @@ def test_each_rank_s_update_writes_the_share_of_that_rank(region_dir: Path) -> N
 
     with ranks.started(2, train) as job:
         assert all(count > 0 for count in job.results())
-
-
-def test_layers_that_are_updated_one_by_one_go_on_as_the_plain_run_does(
-    region_dir: Path, dice: random.Random
-) -> None:
-    killed_again_and_again(2, "plain", region_dir, dice, 1, update="layerwise")
 
 
 def test_a_kill_between_the_first_update_and_the_schedule_leaves_the_schedule_to_the_loop(

@@ -355,21 +355,6 @@ def test_marked_updates_have_an_entry_at_their_fence(run_dir: Path) -> None:
         handle.detach()
 
 
-def test_layers_that_update_by_themselves_have_no_fence_of_all(run_dir: Path) -> None:
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    settings: Tree = {"policy": Never(), "failure": "jit", "update": "layerwise"}
-    with lightck.attach(model, optimizer, run_dir, **settings) as handle:
-        with_peers(handle)
-        for _ in range(4):
-            model(torch.ones(2, 2)).mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            assert handle.region.native.read_journal(FENCE) is None
-        assert handle.region.native.read_journal(STEP_END) is not None
-        handle.detach()
-
-
 def test_one_rank_writes_no_entries_for_nobody_would_read_them(run_dir: Path) -> None:
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

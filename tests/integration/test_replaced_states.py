@@ -218,18 +218,3 @@ def test_half_an_update_cannot_be_replaced(run_dir: Path) -> None:
         assert handle.step == 6
     with pytest.raises(lightck.LightckError, match="is closed"):
         handle.replaced(7)
-
-
-def test_layers_that_are_updated_by_themselves_go_on_from_there(run_dir: Path) -> None:
-    state, loop = another(2), adam_loop()
-    with attach(run_dir, loop, update="layerwise", slots=4) as handle:
-        loop.run(4)
-        load(loop, state, 30)
-        handle.replaced(30)
-        loop.run(4)
-        handle.wait()
-        loop.note()
-    assert handle.stats().torn == 0
-    for step in steps_at(run_dir):
-        assert of_stored(run_dir, step) == loop.seen[step]
-    check_restore(run_dir, loop, 34)

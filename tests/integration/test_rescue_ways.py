@@ -1,4 +1,4 @@
-"""Just in time beside other ways of training: layer by layer, unseen forwards, other threads."""
+"""Just in time beside other ways of training: unseen forwards, other threads."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_rescue import Broken, Never, attach, check, counting_loop
+from test_rescue import Broken, attach, check, counting_loop
 
 import lightck
 from lightck.types import Saved
@@ -24,40 +24,6 @@ SOON_S = 100.0
 def layered() -> Loop:
     model = mlp(16, 3)
     return Loop(model, torch.optim.AdamW(model.parameters(), lr=0.1), width=16)
-
-
-@pytest.mark.parametrize("policy", [Never(), 1])
-def test_layer_by_layer_the_step_before_is_saved_until_the_first_layer_is_updated(
-    run_dir: Path, policy: Any
-) -> None:
-    loop, found = layered(), []
-
-    def at_gradient(name: str) -> None:
-        found.append((name, handle.snapshot_now(name)))
-
-    with attach(run_dir, loop, update="layerwise", policy=policy, slots=3) as handle:
-        loop.run(3)
-        loss = loop.forward()
-        layer = loop.model[2].weight
-        hook = layer.register_hook(lambda gradient: at_gradient("before its update"))
-        loss.backward()
-        hook.remove()
-        loop.update()
-        first = loop.model[0].weight
-        loss = loop.forward()
-        hook = first.register_hook(lambda gradient: at_gradient("others are updated"))
-        loss.backward()
-        hook.remove()
-        loop.check(run_dir, steps_at(run_dir))
-        loop.update()
-        handle.detach()
-    (_, before), (_, mixed) = found
-    assert (before.step, before.fresh, before.early) == (3, True, False)
-    if policy == 1:  # the copies of step 4 were under way: each layer's leave before its update
-        assert (mixed.step, mixed.fresh) == (4, True)
-    else:
-        assert (mixed.step, mixed.fresh) == (3, False)
-        assert "half done" in mixed.why
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])

@@ -92,7 +92,8 @@ class Loop:
 
     def __init__(self, model: nn.Module, *optimizers: Optimizer, width: int = 64) -> None:
         self.model, self.optimizers, self.width = model, optimizers, width
-        self.dtype = next(model.parameters()).dtype
+        real = (p.dtype for p in model.parameters() if p.is_floating_point())
+        self.dtype = next(real, torch.float32)
         self.seen: dict[int, Digests] = {}
         self.step = 0
 

@@ -352,20 +352,20 @@ def _pieces(*labels: str) -> Result:
     some = given["contenders"][0]
     engines = {label: "lightck" for label in labels} | {"CheckFreq": "checkfreq", "none": "none"}
     contenders = [{**some, "label": k, "engine": e, "work": {}} for k, e in engines.items()]
-    costs = {"lightck": 0.01, "no overlap": 0.1, "layer-wise": 0.008, "CheckFreq": 1.0, "none": 0.0}
+    costs = {"lightck": 0.01, "no overlap": 0.1, "one thread": 0.008, "CheckFreq": 1.0, "none": 0.0}
     records = [r for k in engines for r in _records(k, 1e9, extra=costs[k])]
     new = {"name": "ablation", "kind": "training", "contenders": contenders, "targets": []}
     return Result({**about, "definition": {**given, **new}}, records)
 
 
 def test_each_piece_that_is_switched_off_stands_with_what_it_costs() -> None:
-    result = _pieces("lightck", "no overlap", "layer-wise")
+    result = _pieces("lightck", "no overlap", "one thread")
     table = summary.pieces(result)
     assert table is not None
-    assert [str(row[0]) for row in table.rows] == ["layer-wise", "no overlap", "CheckFreq"]
+    assert [str(row[0]) for row in table.rows] == ["one thread", "no overlap", "CheckFreq"]
     cells = _cells(table, "no overlap")
     assert cells[1:] == ["100 ms [90.0 ms, 110 ms]", "90.0 ms [79.0 ms, 101 ms]", "(>= 8.18 x)"]
-    assert _cells(table, "layer-wise")[2] == "-2.00 ms [-3.80 ms, -200 us]", "it saves something"
+    assert _cells(table, "one thread")[2] == "-2.00 ms [-3.80 ms, -200 us]", "it saves something"
     assert summary.pieces(_pieces("lightck", "no overlap")) is None, "not an ablation"
     assert summary.pieces(_essential()) is None
     limited = {**result.about["definition"]["contenders"][0], "settings": {"write_limit": 1}}

@@ -11,7 +11,7 @@ import pytest
 from lightck.config import Config
 from lightck.errors import ConfigError
 from lightck.policy import EverySeconds, EverySteps
-from lightck.types import Failure, Layerwise
+from lightck.types import Failure
 
 _PRESETS = Path(__file__).parents[2] / "configs"
 
@@ -153,10 +153,7 @@ def test_the_presets_are_the_promised_ones() -> None:
         ("failure", {"hangs": 2}, "has no hangs"),
         ("failure", {"grace_s": -1}, "grace_s = -1"),
         ("failure", Failure(on_failure=1), "on_failure = 1"),  # type: ignore[arg-type]
-        ("update", "fast", "'plain', 'layerwise'"),
-        ("update", {"accumulations": 2}, "'plain', 'layerwise'"),
-        ("update", Layerwise(0), "accumulation=1 or more"),
-        ("update", Layerwise(True), "accumulation=1 or more"),
+        ("update", "layerwise", "unknown setting"),
         ("slot", 3, "did you mean slots?"),
     ],
 )
@@ -173,19 +170,6 @@ def test_bad_arguments_are_refused_with_key_value_and_what_is_allowed(
 def test_a_config_made_directly_is_checked_too() -> None:
     with pytest.raises(ConfigError, match=r"slots = 1 \(Config\)"):
         Config(slots=1)
-
-
-def test_layerwise_update_is_a_word_or_states_its_accumulation(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert Config().update == "plain"
-    assert Config(update="layerwise").update == Layerwise()
-    file = _file(tmp_path, "update = { accumulation = 4 }\n")
-    assert Config.resolve(file).update == Layerwise(accumulation=4)
-    for text, value in (("layerwise", Layerwise()), ("{ accumulation = 2 }", Layerwise(2))):
-        monkeypatch.setenv("LIGHTCK_UPDATE", text)
-        assert Config.resolve(file).update == value
-    assert Config.resolve(file, update="plain").update == "plain"
 
 
 @pytest.mark.parametrize("text", ["slots = 1", "slots = true", "slotz = 3"])

@@ -25,7 +25,7 @@ _FLOORS = {
     8: {"journal"},
     9: {"loop"},
     10: {"distributed"},
-    11: {"restore", "load", "failure", "layerwise"},
+    11: {"restore", "load", "failure"},
     12: {"handle", "examine", "watch", "pmdk", "removal"},
     13: {"attach"},
     14: {"integrations", "cli", "__init__"},

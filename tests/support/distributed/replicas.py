@@ -20,15 +20,6 @@ import lightck
 from support.distributed.ranks import Me
 
 STEPS = 6
-OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
-    "momentum": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, nesterov=True),
-    "sgd fused": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, fused=True),
-    "adam": lambda p: torch.optim.Adam(p, lr=1e-2),
-    "adam fused": lambda p: torch.optim.Adam(p, lr=1e-2, fused=True),
-    "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2, weight_decay=0.1),
-    "adamw foreach": lambda p: torch.optim.AdamW(p, lr=1e-2, foreach=True),
-    "adamw fused": lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True),
-}
 
 
 class Net(nn.Module):
@@ -67,7 +58,6 @@ class Case:
     """DDP is given these options."""
     hook: str = ""
     """The user's hook is `allreduce`, `fp16` or `power`; empty: there is none."""
-    optimizer: str = "momentum"
     accumulation: int = 1
     to_none: bool = True
     """`zero_grad` lets go of the gradients."""
@@ -82,7 +72,7 @@ class Case:
         more = [f"{self.accumulation} micro-batches"] * (self.accumulation > 1)
         more += ["gradients kept"] * (not self.to_none) + [self.branches] * (self.branches != "all")
         more += [self.kind] * bool(self.kind)
-        return ", ".join([self.optimizer, *filter(None, [self.hook]), *options, *more])
+        return ", ".join([*filter(None, [self.hook]), *options, *more]) or "plain"
 
     def taken(self, rank: int, step: int, micro: int) -> list[int]:
         """Return the branches that a micro-batch takes."""
@@ -107,7 +97,8 @@ def made(case: Case) -> tuple[DistributedDataParallel, torch.optim.Optimizer]:
     """Model and optimizer, in several buckets."""
     torch.manual_seed(7)
     module = DistributedDataParallel(Net(3, case.kind), **{"bucket_cap_mb": 0.006} | case.options)
-    return module, OPTIMIZERS[case.optimizer](module.parameters())
+    parameters = module.parameters()
+    return module, torch.optim.SGD(parameters, lr=0.05, momentum=0.9, nesterov=True)
 
 
 def micro_batch(
