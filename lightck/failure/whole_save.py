@@ -196,7 +196,8 @@ class WholeSaver:
                     except (_Refused, LightckError) as error:
                         why = str(error)
                 if why or now >= deadline:
-                    event("not_saved_whole", step=ours.step, why=why or "no time was left")
+                    why = why or "no time was left"
+                    event("not_saved_whole", logging.WARNING, step=ours.step, why=why)
                     return False
                 time.sleep(_POLL_S)
 
@@ -264,7 +265,7 @@ class WholeSaver:
             _Refused: something is missing that may still come.
             LightckError: it cannot be written.
         """
-        entries = [entry for peer in peers for entry in self._rank_entries(peer, peers)]
+        entries = [entry for peer in peers for entry in self._rank_entries(peer)]
         told = {entry.rank for entry in entries}
         began_s, pool = time.monotonic(), NativePool(1, CHUNK_BYTES, idle=False)
         region: Region | None = None
@@ -288,6 +289,7 @@ class WholeSaver:
                 raise WaitTimeoutError(f"{region.place.file}: not committed by the deadline")
             event(
                 "saved_whole",
+                logging.WARNING,
                 step=ours.step,
                 ranks=sorted(told),
                 file=region.place.file,
@@ -302,7 +304,7 @@ class WholeSaver:
                 region.close()
             pool.close()
 
-    def _rank_entries(self, peer: PeerShare, peers: Sequence[PeerShare]) -> list[RankEntry]:
+    def _rank_entries(self, peer: PeerShare) -> list[RankEntry]:
         """Return a rank's entries for the snapshot: of the step end, and of forward start.
 
         Raises:

@@ -278,6 +278,19 @@ def _check_file(place: Location, pair: list[int]) -> None:
     _check_owner(place.file, status, "region")
 
 
+_drafts: set[int] = set()
+"""Descriptors of regions that are being made. A forked child closes them: it would hold their lock
+for as long as it lives."""
+
+
+def _close_drafts() -> None:
+    while _drafts:
+        os.close(_drafts.pop())
+
+
+os.register_at_fork(after_in_child=_close_drafts)
+
+
 @contextlib.contextmanager
 def created(place: Location) -> Iterator[tuple[int, int]]:
     """Yield two descriptors of a new, empty region file, published under its name on success.
@@ -305,6 +318,8 @@ def created(place: Location) -> Iterator[tuple[int, int]]:
         stack.callback(os.close, fd)
         lock_fd = _open(draft, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         stack.callback(os.close, lock_fd)
+        stack.callback(_drafts.difference_update, (fd, lock_fd))
+        _drafts.update((fd, lock_fd))
         # Until the draft is locked, another process takes it for a leftover.
         if not _own(lock_fd) or not _is_same(draft, fd) or not _is_same(draft, lock_fd):
             raise RegionBusyError(f"{place.file} is being made by another process")

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import signal
 import stat
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 
 from lightck.errors import RegionBusyError, RegionError
 from lightck.region import location
+from support.processes import fork
 
 
 def mode_of(path: Path) -> int:
@@ -62,6 +64,20 @@ def test_a_region_that_could_not_be_made_leaves_nothing_behind(region_dir: Path)
     with location.created(where):
         pass
     assert where.exists
+
+
+def test_a_child_that_is_forked_while_a_region_is_made_does_not_own_it(region_dir: Path) -> None:
+    where = location.locate(region_dir, 0, create=True)
+    with location.created(where) as (fd, _):
+        os.write(fd, b"region")
+        child = fork()
+        if child == 0:
+            signal.pause()
+    try:
+        assert not location.is_owned(where)
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
 
 
 def test_a_region_that_is_there_is_never_replaced(region_dir: Path) -> None:
