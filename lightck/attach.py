@@ -48,7 +48,7 @@ from lightck.pipeline.streamed import StreamPipeline
 from lightck.reader.fill import install_pending, tell_unfilled
 from lightck.region import claim, failure_region
 from lightck.region.claim import ClaimedLocation
-from lightck.region.region import Region
+from lightck.region.region import Region, new_timeline
 from lightck.restore import progress
 from lightck.state.arguments import check, refuse_unknown
 from lightck.state.extras import Extra, is_loader, must_be_known, parse
@@ -224,14 +224,14 @@ class _Parts:
         run_id = topology.run_id if topology.world > 1 else None
         seat = claim.RankIdentity(topology.rank, topology.world, run_id)
         room = (manifest_bytes, state_prediction.journal_bytes(inventory))
-        self._require_failures_restored(topology, found)
+        self._require_failures_restored(found)
         region = claim.take(found, self.config, seat, entries, *room)
         return topology, replicas, inventory, region
 
-    def _require_failures_restored(self, topology: Topology, found: ClaimedLocation) -> None:
+    def _require_failures_restored(self, found: ClaimedLocation) -> None:
         """Refuse to give up a step that was saved at a failure and that this model has not."""
         continues = self.progress.restored is not None or self.progress.continuation.newest
-        if topology.world > 1 and not (continues or self.config.overwrite):
+        if not (continues or self.config.overwrite):
             failure_region.require_restored(found.where)
 
     def _topology(self, found: ClaimedLocation, rounds: AgreementRounds | None) -> Topology:
@@ -266,9 +266,11 @@ class _Parts:
         checkpointer.check_state(collected)
         timeline = barrier.begin()  # the last that may fail on one rank alone
         undo.append(partial(barrier.leave, "attach failed", 1.0))
-        if topology.world > 1 and topology.rank == min(topology.peers):
-            failure_region.begin_timeline(region, known.restored, timeline or 0)
-        region.begin_timeline(region.continued, timeline)
+        chosen = timeline or new_timeline()
+        if topology.rank == min(topology.peers):
+            at = steps.step if region.written_here else -1
+            failure_region.begin_timeline(region, known.restored, at, chosen)
+        region.begin_timeline(region.continued, chosen)
         if checkpointer.step_journal is not None:
             checkpointer.step_journal.start(steps.step)
         listener: Listener = checkpointer

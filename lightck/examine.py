@@ -24,6 +24,7 @@ from lightck.errors import (
 from lightck.load import SNAPSHOTS, region_files, row
 from lightck.reader.assembly import AssembledSnapshot
 from lightck.region import location, native_region
+from lightck.region.backends.select import every_file
 from lightck.region.layout import Entry, Shard
 from lightck.region.medium import GRANULARITIES
 from lightck.region.native_pool import usual_threads
@@ -203,7 +204,7 @@ def check(
         `gone`: a trainer replaced it meanwhile), `damaged` (names of tensors), `problem`.
     """
     results: list[dict[str, Any]] = []
-    for where in region_files(path):
+    for where in every_file(path):
         region, recovery = open_and_recover(where)
         try:
             every = (*recovery.candidates, *recovery.abandoned)

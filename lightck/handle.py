@@ -26,6 +26,7 @@ from lightck.failure.watchdog import WATCHDOG, HandleGuard
 from lightck.loop.checkpointer import Checkpointer
 from lightck.loop.hooks import Hooks
 from lightck.loop.requests import POLL_S, Requests
+from lightck.region import failure_region
 from lightck.region.region import Region
 from lightck.restore import ModelProgress
 from lightck.tracing import perfetto
@@ -278,13 +279,13 @@ class Handle:
         """
         if self._inherited:
             return
-        closed = self._closed
+        closed, region = self._closed, self.region
         self._shut(last_step=True)
         error = self._reporter.take()
         if error is not None:
             raise error
-        if self._rescue is not None and not closed:  # the last step is whole on every rank
-            self._rescue.run_is_over()
+        if not closed:  # the last step is whole on every rank
+            failure_region.remove(region)
 
     def __enter__(self) -> Self:
         return self

@@ -13,7 +13,7 @@ from lightck.errors import RegionBusyError, RegionError
 from lightck.region import claim, location
 
 _OF_A_RUN = re.compile(
-    r"region-\d{5,}(\.left\d*)?\.((lck|obj)(\.damaged\d*)?|new)|failure-\d{5,}-\d\.(lck|new)"
+    r"region-\d{5,}\.((lck|obj)(\.damaged\d*)?|new)|failure-\d{5,}-\d\.(lck|new)"
 )
 """The names of a run's files: regions, damaged ones that were renamed, drafts, failure regions."""
 

@@ -276,9 +276,6 @@ class JitSaver:
         """Return where a device may be waiting for other ranks, at once; None if none is."""
         return None
 
-    def run_is_over(self) -> None:
-        """Do nothing: a rank alone has no failure region."""
-
     def gives_up_update(self) -> bool:
         """Tell whether to wait no longer for an update that stands still: a peer may finish it."""
         return False

@@ -175,10 +175,6 @@ class RankJitSaver(JitSaver):
         self.whole_saver.stop()
         self.monitor.stop()
 
-    def run_is_over(self) -> None:
-        """Remove the node's failure regions: the last step is whole in the ranks' own."""
-        self.whole_saver.remove_regions()
-
     def _needs_early(self, notice: FailureNotice) -> bool:
         """Tell whether another node has an early snapshot of the last step, and this rank none.
 

@@ -37,7 +37,13 @@ from lightck.errors import LightckError, TornSnapshotError, WaitTimeoutError
 from lightck.events import event
 from lightck.journal.copy_buffer import is_readable
 from lightck.journal.device_lag import PreUpdateState
-from lightck.journal.entry import CannotInfer, RankEntry, step_end_of, with_entries
+from lightck.journal.entry import (
+    CannotInfer,
+    RankEntry,
+    missing_tensors,
+    step_end_of,
+    with_entries,
+)
 from lightck.journal.step_journal import BoundaryCapture
 from lightck.loop import state_prediction
 from lightck.loop.checkpointer import Checkpointer
@@ -69,6 +75,7 @@ CHUNK_BYTES = 1 << 20
 _FETCHED_BYTES = 4 << 20
 """Bytes fetched from a device at once."""
 _POLL_S = 0.01
+_MAX_NAMES = 4
 _unfinished_copies: list[tuple[torch.Tensor, CopySources]] = []
 """Copies that a device did not finish in time and may still make."""
 
@@ -91,14 +98,16 @@ class PeerShare:
     Attributes:
         rank: the rank.
         has_it: its share is committed, of the same instant and share map as this rank's.
+        has_step: a snapshot of the step is committed, of either instant.
         may_come: it is not, but a process owns its region, which holds nothing of that step or a
             newer one.
         entries: its journal's entries of the step.
     """
 
     rank: int
-    has_it: bool
-    may_come: bool
+    has_it: bool = False
+    has_step: bool = False
+    may_come: bool = False
     entries: tuple[JournalEntry, ...] = ()
 
 
@@ -155,11 +164,6 @@ class WholeSaver:
         if self._reserving is not None:
             self._reserving.join()
 
-    def remove_regions(self) -> None:
-        """Remove the failure regions, on the lowest rank of the node."""
-        if self._reaches_peers() and min(self.topology.peers) == self.topology.rank:
-            failure_region.remove(self.checkpointer.pipeline.region)
-
     def save_if_lacking(self, deadline: float) -> bool:
         """Save the step of this rank's newest snapshot whole, if a peer of the node lacks its part.
 
@@ -179,6 +183,7 @@ class WholeSaver:
                 return False
             ours, began = records[0], self.clock()
             patience = min(PATIENCE_S, (deadline - began) / 3)
+            settled_at: float | None = None
             why = ""
             while True:
                 if self._is_saved(ours):
@@ -188,9 +193,10 @@ class WholeSaver:
                 if not lacking:
                     return False
                 now = self.clock()
-                settled = now >= began + patience or not any(peer.may_come for peer in lacking)
-                lower = sum(p.has_it and p.rank < self.topology.rank for p in peers)
-                if settled and now >= began + lower * TURN_S:
+                if now >= began + patience or not any(peer.may_come for peer in lacking):
+                    settled_at = settled_at or now
+                lower = sum(p.has_step and p.rank < self.topology.rank for p in peers)
+                if settled_at is not None and now >= settled_at + lower * TURN_S:
                     try:
                         return self._save(ours, peers, deadline)
                     except (_Refused, LightckError) as error:
@@ -236,7 +242,7 @@ class WholeSaver:
     def _share_of(self, rank: int, ours: Record) -> PeerShare:
         own = self.checkpointer.pipeline.region
         if rank == self.topology.rank:
-            return PeerShare(rank, True, False, tuple(self._entries_of(own, ours)))
+            return PeerShare(rank, True, True, entries=tuple(self._entries_of(own, ours)))
         where = location.locate(own.place.path, rank, create=False)
         try:
             owned = location.is_owned(where)
@@ -244,10 +250,12 @@ class WholeSaver:
                 found = [slot.record for slot in region.slots if slot.record is not None]
                 entries = tuple(self._entries_of(region, ours))
         except LightckError:
-            return PeerShare(rank, has_it=False, may_come=False)
+            return PeerShare(rank)
         has_it = any(_is_same_snapshot(record, ours) for record in found)
-        beyond = any(r.timeline == ours.timeline and r.step >= ours.step for r in found)
-        return PeerShare(rank, has_it, owned and not beyond, entries)
+        newest = max((r.step for r in found if r.timeline == ours.timeline), default=-1)
+        may_come = owned and newest < ours.step
+        has_step = any((r.timeline, r.step) == (ours.timeline, ours.step) for r in found)
+        return PeerShare(rank, has_it, has_step, may_come, entries)
 
     def _entries_of(self, region: Region, ours: Record) -> Iterator[JournalEntry]:
         for kind in (FORWARD, STEP_END, FENCE):
@@ -265,7 +273,12 @@ class WholeSaver:
             _Refused: something is missing that may still come.
             LightckError: it cannot be written.
         """
-        entries = [entry for peer in peers for entry in self._rank_entries(peer)]
+        everything = self.checkpointer.inventory.everything()
+        same = self.replicated(everything)
+        if not is_alike(everything, same):
+            raise _Refused("not all parameters and their optimizers' state are alike on all ranks")
+        own = {v.name for v in everything if v.alias_of is None and v.name not in same}
+        entries = [entry for peer in peers for entry in self._rank_entries(peer, own, same)]
         told = {entry.rank for entry in entries}
         began_s, pool = time.monotonic(), NativePool(1, CHUNK_BYTES, idle=False)
         region: Region | None = None
@@ -273,7 +286,7 @@ class WholeSaver:
         try:
             with self._locked(deadline):
                 instant = self._instant(ours)
-                lives, blobs = self._whole_state(instant), _blobs(instant, entries)
+                lives, blobs = self._whole_state(instant, same), _blobs(instant, entries)
                 size = sum(map(len, blobs))
                 described = tuple(map(tensor_layout.describe, lives))
                 region = self._region(described, allocator.manifest_capacity(len(lives), size))
@@ -304,7 +317,7 @@ class WholeSaver:
                 region.close()
             pool.close()
 
-    def _rank_entries(self, peer: PeerShare) -> list[RankEntry]:
+    def _rank_entries(self, peer: PeerShare, own: set[str], same: set[str]) -> list[RankEntry]:
         """Return a rank's entries for the snapshot: of the step end, and of forward start.
 
         Raises:
@@ -316,7 +329,11 @@ class WholeSaver:
             if FENCE not in by_kind:
                 raise _Refused(f"the journal of rank {peer.rank} has nothing of the step")
             found = [self._step_end_of(by_kind[FENCE], peer.rank)]
-        return [RankEntry(peer.rank, entry) for entry in found]
+        missing = [name for entry in found for name in missing_tensors(entry, own, same)]
+        if missing and not peer.has_it:
+            lacking = ", ".join(missing[:_MAX_NAMES])
+            raise _Refused(f"the journal of rank {peer.rank} has not what is its own: {lacking}")
+        return [] if missing else [RankEntry(peer.rank, entry) for entry in found]
 
     def _step_end_of(self, fence: JournalEntry, rank: int) -> JournalEntry:
         journal, native = self.checkpointer.step_journal, self.checkpointer.pipeline.region.native
@@ -348,16 +365,13 @@ class WholeSaver:
         pre_update.require_instant(ours.early)
         return pre_update.as_of_boundary(early=ours.early)
 
-    def _whole_state(self, instant: BoundaryCapture) -> list[StateTensor]:
-        """Return every tensor, none of them cut: replicated ones live, own ones as they were.
+    def _whole_state(self, instant: BoundaryCapture, same: set[str]) -> list[StateTensor]:
+        """Return every tensor, none of them cut: those in `same` live, own ones as they were.
 
         Raises:
-            _Refused: other ranks have parameters, or state of them, of which there is no replica.
+            _Refused: there is no copy of one that a queued update has changed in DRAM.
         """
         everything = self.checkpointer.inventory.everything()
-        same = self.replicated(everything)
-        if not is_alike(everything, same):
-            raise _Refused("not all parameters and their optimizers' state are alike on all ranks")
         kept = {v.name: v for v in instant.collected.lives if v.span is None}
         copies = self._pre_update.dram_copies.by_name() if self._pre_update is not None else {}
         whole = [_as_kept(v, kept, copies, same, self._pre_update) for v in everything]

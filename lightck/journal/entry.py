@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -20,7 +20,7 @@ from lightck.journal.copy_buffer import CopyBuffer
 from lightck.region.native_region import RECORD_EARLY, STEP_END, JournalEntry, Record
 from lightck.state import boundary_blob
 from lightck.state.boundary_blob import BlobEncoder, BlobWriter, constituents
-from lightck.state.boundary_codec import identical
+from lightck.state.boundary_codec import TAG, identical
 from lightck.state.inventory import StateTensor
 
 MAX_EXTRA_BYTES = 1 << 20
@@ -209,6 +209,36 @@ def entries_in(second: dict[str, Any], record: Record, *, context: str) -> list[
     except (KeyError, TypeError) as error:
         raise CorruptSnapshotError(f"{context}: no entries of ranks: {error!r}") from error
     return found
+
+
+def missing_tensors(entry: JournalEntry, own: Set[str], shared: Set[str]) -> list[str]:
+    """Return the names of tensors that an entry lacks: large ones of extras are in no entry.
+
+    Args:
+        entry: of one rank.
+        own: names of the model's own tensors, which it has to have.
+        shared: names of the tensors that all ranks have, which its values may refer to.
+
+    Raises:
+        CorruptSnapshotError: it does not decode.
+    """
+    found = decode_entry(entry, context="journal")
+    wanted = set(own)
+    for blob in (found.at_step, found.at_forward):
+        _add_references(boundary_blob.opened(blob, context="journal"), wanted)
+    return sorted(wanted - shared - {live.name for live in found.lives})
+
+
+def _add_references(tree: Any, names: set[str]) -> None:
+    """Add the names of the tensors that plain values refer to."""
+    if isinstance(tree, dict):
+        if tree.get(TAG) == "tensor" and type(tree.get("name")) is str:
+            names.add(tree["name"])
+            return
+        tree = list(tree.values())
+    if isinstance(tree, list | tuple):
+        for each in tree:
+            _add_references(each, names)
 
 
 class CannotInfer(Exception):  # noqa: N818 - no error

@@ -74,29 +74,16 @@ class RankIdentity:
     run_id: bytes | None = None
 
 
-def _move_away(where: location.Location, why: LightckError, kind: str) -> None:
-    """Rename a file, and keep every earlier one.
-
-    A `damaged` one is kept for its user to look at. One that is `left` to an owner that stands
-    still is still read: what it holds counts until something newer does.
-    """
-    stem, suffix = where.file.stem, where.file.suffix
-    names = {
-        "damaged": lambda n: f"{stem}{suffix}.damaged{n or ''}",
-        "left": lambda n: f"{stem}.left{n or ''}{suffix}",
-    }
-    every = (where.file.with_name(names[kind](n)) for n in count())
+def _move_away(where: location.Location, why: LightckError) -> None:
+    """Rename the damaged file, and keep every earlier one: its user may want to look at it."""
+    every = (where.file.with_name(f"{where.file.name}.damaged{n or ''}") for n in count())
     aside = next(path for path in every if not os.path.lexists(path))
     os.rename(where.file, aside)
     event("moved_aside", logging.WARNING, file=where.file, to=aside, why=why)
 
 
-def _owner_stands(where: location.Location, continuation: Continuation) -> bool:
-    """Tell whether a region may be left to its owner, a process of an earlier life.
-
-    That is so if the owner has stood still for a while, and what is there was restored, or is
-    nothing. The owner keeps its file; should it go on after all, nothing of the new one changes.
-    """
+def _owner_stands(where: location.Location) -> bool:
+    """Tell whether a region's owner, a process of an earlier life, has stood still for a while."""
     if not where.is_plain or where.path == where.file:
         return False
     try:
@@ -104,13 +91,34 @@ def _owner_stands(where: location.Location, continuation: Continuation) -> bool:
     except LightckError:
         return False
     try:
-        restored = region.info.uuid in continuation.newest or region.recover().is_empty
         owner = stats_page.owner(region.native)
-    except LightckError:
-        return False
     finally:
         region.close()
-    return restored and owner is not None and owner.stands_still(STANDS_S)
+    return owner is not None and owner.stands_still(STANDS_S)
+
+
+def _leave_to_owner(where: location.Location, why: LightckError) -> None:
+    """Put a copy of a region in its place, and leave the file itself to its owner, which stands.
+
+    What is there stays restorable from the copy. Should the owner go on after all, it writes to a
+    file that has no name any more.
+
+    Raises:
+        RegionError: there is no room for the copy, or others make one; the region is in its place.
+    """
+    with (
+        location.created(where, replaces=True) as (fd, _),
+        location.opened(where, writable=False) as (source, _),
+    ):
+        size = os.fstat(source).st_size
+        location.allocate(fd, size, where.file)
+        at = 0
+        try:
+            while at < size:
+                at += os.sendfile(fd, source, at, size - at)
+        except OSError as error:  # as on hugetlbfs, which files cannot be written to
+            raise why from error
+    event("left_to_owner", logging.WARNING, file=where.file, bytes=size, why=why)
 
 
 def find(config: Config, rank: int, continuation: Continuation) -> ClaimedLocation:
@@ -144,14 +152,14 @@ def find(config: Config, rank: int, continuation: Continuation) -> ClaimedLocati
             continuation=continuation,
         )
     except RegionBusyError as error:
-        if not _owner_stands(where, continuation):
+        if not _owner_stands(where):
             raise naming_owner(error, where) from error
-        _move_away(where, error, "left")
-        return ClaimedLocation(where, None, continuation)
+        _leave_to_owner(where, naming_owner(error, where))
+        return find(config, rank, continuation)
     except (RegionFormatError, CorruptSnapshotError, RegionIOError) as error:
         if where.file not in continuation.given_up or not where.is_plain:
             raise
-        _move_away(where, error, "damaged")
+        _move_away(where, error)
         continuation.given_up.discard(where.file)
         return ClaimedLocation(where, None, continuation)
     try:

@@ -17,11 +17,10 @@ import contextlib
 from collections.abc import Sequence
 
 from lightck.errors import (
-    CorruptSnapshotError,
     RegionBusyError,
     RegionError,
     RegionFormatError,
-    RegionIOError,
+    RegionFullError,
     UnrestoredError,
 )
 from lightck.region import allocator, location
@@ -57,6 +56,8 @@ def make(
         RegionBusyError: all files have owners.
         RegionError: a file is not safe, or not of this run.
     """
+    if not own.is_in_place:
+        raise RegionBusyError(f"{own.place.file}: a later life of the job has replaced it")
     busy: RegionError | None = None
     for number in range(MAX_FILES):
         where = location.failure_file(own.place, first_rank, number)
@@ -65,7 +66,9 @@ def make(
                 found = _opened(where, own, process_durable)
             else:
                 found = _created(where, own, first_rank, entries, manifest_bytes, process_durable)
-        except (RegionBusyError, CorruptSnapshotError, RegionFormatError, RegionIOError) as error:
+        except RegionFullError:
+            raise
+        except RegionError as error:  # owned, damaged, or nothing of ours
             busy = error
             continue
         try:
@@ -75,7 +78,7 @@ def make(
             raise
         return found
     assert busy is not None
-    raise RegionBusyError(f"no failure region is free; the last one: {busy}") from busy
+    raise RegionBusyError(f"no failure region can be used; the last one: {busy}") from busy
 
 
 def _created(
@@ -108,7 +111,7 @@ def _opened(where: Location, own: Region, process_durable: bool) -> Region:
     try:
         if found.info.run_id != own.info.run_id:
             raise RegionFormatError(f"{where.file} belongs to another run: move it away")
-        if own.timeline in [timeline for timeline, _ in found.info.lineage] or not own.is_in_place:
+        if own.timeline in [timeline for timeline, _ in found.info.lineage]:
             raise RegionFormatError(f"{where.file} belongs to a later life of this job")
         recovery = found.recover()
         if found.info.timeline != own.timeline:  # made in a life that this rank's attach missed
@@ -144,16 +147,18 @@ def require_restored(own: Location) -> None:
             )
 
 
-def begin_timeline(own: Region, restored: tuple[int, int] | None, timeline: int) -> None:
+def begin_timeline(own: Region, restored: tuple[int, int] | None, step: int, timeline: int) -> None:
     """Let the failure regions in a folder begin the timeline that the ranks are about to begin.
 
-    What was restored from one stays whole there until something newer is; everything else in them
-    is given up. Call it before the ranks begin theirs, on one rank of the node. A file whose owner
-    still stands is left to it: it is read, and never written again.
+    What the model continues stays whole there until something newer is: what was restored from one,
+    or what was saved up to its step since. Everything else in them is given up. Call it before the
+    ranks begin theirs, on one rank of the node. A file whose owner still stands is left to it: it
+    is read, and never written again.
 
     Args:
-        own: the region of a rank of the node. Nothing is done if a later life has left it.
+        own: the region of a rank of the node. Nothing is done if a later life has replaced it.
         restored: (timeline, step) of what was restored; None: nothing.
+        step: the step that the model is at, of the region's timeline; -1: it continues nothing.
         timeline: the new one.
     """
     for where in location.failure_files(own.place) if own.is_in_place else ():
@@ -163,8 +168,14 @@ def begin_timeline(own: Region, restored: tuple[int, int] | None, timeline: int)
             continue  # it is damaged, or owned: readers say so
         try:
             records = [c.record for c in found.recover().candidates]
-            kept = [r for r in records if (r.timeline, r.step) == restored]
-            found.begin_timeline(kept[0] if kept else None, timeline)
+            kept = [
+                r
+                for r in records
+                if (r.timeline, r.step) == restored
+                or (r.timeline == own.timeline and r.step <= step)
+            ]
+            newest = max(kept, key=lambda record: record.step, default=None)
+            found.begin_timeline(newest, timeline)
         except RegionError:
             continue
         finally:
@@ -172,10 +183,14 @@ def begin_timeline(own: Region, restored: tuple[int, int] | None, timeline: int)
 
 
 def remove(own: Region) -> None:
-    """Remove the failure regions in a folder that nobody owns or reads: the run is over.
+    """Remove the failure regions of a run that is over, but those that others own or read.
 
-    Does nothing for a process whose own region was left to it by a later life of the job.
+    Those of another timeline stay: a later life of the job has begun it.
     """
-    for where in location.failure_files(own.place) if own.is_in_place else ():
-        with contextlib.suppress(RegionError), location.seized(where.file):
-            where.file.unlink()
+    for where in location.failure_files(own.place):
+        with contextlib.suppress(RegionError):
+            with contextlib.closing(Region.open(where, writable=False)) as found:
+                if found.info.timeline != own.timeline:
+                    continue
+            with location.seized(where.file):
+                where.file.unlink()

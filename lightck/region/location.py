@@ -292,8 +292,11 @@ os.register_at_fork(after_in_child=_close_drafts)
 
 
 @contextlib.contextmanager
-def created(place: Location) -> Iterator[tuple[int, int]]:
+def created(place: Location, *, replaces: bool = False) -> Iterator[tuple[int, int]]:
     """Yield two descriptors of a new, empty region file, published under its name on success.
+
+    With `replaces` it takes the place of the file there, which lives on without a name for as long
+    as processes have it open.
 
     The file is made beside its final name and linked there when the body ends, so that a crash in
     between leaves no half-made region; an error removes it.
@@ -326,10 +329,13 @@ def created(place: Location) -> Iterator[tuple[int, int]]:
         stack.callback(_unlink_own, draft, fd)
         yield fd, lock_fd
         try:
-            os.link(draft, place.file)
+            if replaces:
+                os.replace(draft, place.file)
+            else:
+                os.link(draft, place.file)
+                os.unlink(draft)
         except (FileExistsError, FileNotFoundError) as error:
             raise RegionBusyError(f"{place.file} was made by another process") from error
-        os.unlink(draft)
         sync_folder(place.path)
 
 

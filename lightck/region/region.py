@@ -89,6 +89,11 @@ def _exact_first(candidates: list[Candidate]) -> list[Candidate]:
     return [*ordered, *waiting]
 
 
+def new_timeline() -> int:
+    """Return the id of a timeline that no other has."""
+    return secrets.randbits(63) | 1
+
+
 # ---- what a model continues ----------------------------------------------------------------------
 
 
@@ -478,7 +483,7 @@ class Region:
                 for timeline, sequence in self.info.lineage
                 if sequence < continued.sequence and timeline != continued.timeline
             ]
-        self.timeline = timeline or secrets.randbits(63) | 1
+        self.timeline = timeline or new_timeline()
         self.native.branch(self.timeline, lineage[: native_region.MAX_LINEAGE])
         self.info = self.native.describe()
         self.protected = continued.slot if continued is not None else None

@@ -212,8 +212,8 @@ def test_poison_at_any_access_of_a_training_is_told_and_costs_no_older_snapshot(
     where: tuple[Path, str],
 ) -> None:
     path, placement = where
-    expected, after, told = uninterrupted(4), 0, True
-    while told:
+    expected, met = uninterrupted(4), 0
+    for after in range(0, 84, 7):  # every kind of access, in a dozen runs
         loop, reports = fresh_loop(), Reports()
         run = path.with_name(f"run-{after}")
         handle = attach(run, loop, on_error=reports, placement=placement, chunk_bytes=4096)
@@ -225,6 +225,7 @@ def test_poison_at_any_access_of_a_training_is_told_and_costs_no_older_snapshot(
         loop.note()
         assert losses == expected
         told = bool(reports)
+        met += told
         for error in reports:
             # The commit thread may come across it where nobody waits; the next one is told why.
             assert isinstance(error, lightck.RegionIOError | PreviousPersistError), error
@@ -233,8 +234,7 @@ def test_poison_at_any_access_of_a_training_is_told_and_costs_no_older_snapshot(
         info, again = restored(run)
         assert info is not None and info.step >= (1 if told else 2)
         assert of_live(again.model, again.optimizers) == loop.seen[info.step]
-        after += 7  # every kind of access, in a few dozen runs
-    assert after > 70
+    assert met > 0, "a snapshot that slips is not met; not all of them slip"
 
 
 def test_poison_at_any_access_of_a_restore_falls_back_or_is_a_typed_error(run_dir: Path) -> None:

@@ -283,11 +283,12 @@ class RegionSurvey:
         for surveyed in self.failure_regions:
             for candidate in surveyed.recovery.candidates:
                 record = candidate.record
+                if (_ANY_RANK, record) in self._damaged or record.share_digest != HOLDS_ALL:
+                    continue  # a share is none of a failure region's
                 if record not in self._whole:
                     source = AssembledSnapshot.of([(surveyed.region, candidate)])
                     self._whole[record] = source, local_states_of(source)
-                if (_ANY_RANK, record) not in self._damaged:
-                    found.append(self._whole[record])
+                found.append(self._whole[record])
         return found
 
     def ranks_of(self, key: Key) -> set[int]:

@@ -78,6 +78,16 @@ def _new_in_pool(where: Location, spec: RegionSpec) -> Iterator[Given]:
         pool.made()
 
 
+def every_file(path: str | os.PathLike[str] | None) -> list[Location]:
+    """Return every rank's region at a path, then the failure regions of its nodes.
+
+    Raises:
+        RegionError: the place is not safe.
+    """
+    where = location.locate(Config.resolve(path=path).path, 0, create=False)
+    return [*region_files(path), *location.failure_files(where)]
+
+
 def region_files(path: str | os.PathLike[str] | None) -> list[Location]:
     """Return every rank's region at a path; a device or a pool is one region.
 
