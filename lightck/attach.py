@@ -230,7 +230,8 @@ class _Parts:
 
     def _require_failures_restored(self, found: ClaimedLocation) -> None:
         """Refuse to give up a step that was saved at a failure and that this model has not."""
-        continues = self.progress.restored is not None or self.progress.continuation.newest
+        known = self.progress.continuation
+        continues = self.progress.restored is not None or known.newest or known.began_anew
         if not (continues or self.config.overwrite):
             failure_region.require_restored(found.where)
 

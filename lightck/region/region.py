@@ -111,6 +111,8 @@ class Continuation:
     newest: dict[bytes, int] = field(default_factory=dict)
     """The region's newest sequence at the model's last restore or commit, by region UUID. A later
     one is somebody else's."""
+    began_anew: bool = False
+    """True if the last restore found nothing that could be restored, and all may be overwritten."""
     given_up: set[Path] = field(default_factory=set)
     """Region files that cannot be opened and whose state restore got from other ranks: attach may
     rename them."""
@@ -120,6 +122,7 @@ class Continuation:
         self.records.clear()
         self.newest.clear()
         self.given_up.clear()
+        self.began_anew = False
 
     def mark_continued(self, region: Region, record: Record) -> None:
         """Declare that the live state continues `record`; attach may then write to its region."""

@@ -289,8 +289,7 @@ def test_all_killed_right_after_a_recovery_come_back_to_the_same_step(region_dir
 
 
 def digests(path: Path) -> dict[str, str]:
-    files = (each for each in path.iterdir() if ".left" not in each.name)
-    return {each.name: hashlib.sha256(each.read_bytes()).hexdigest() for each in files}
+    return {each.name: hashlib.sha256(each.read_bytes()).hexdigest() for each in path.iterdir()}
 
 
 @pytest.mark.parametrize("phase", ["half", "loop"])
@@ -319,6 +318,81 @@ def test_a_rank_of_an_earlier_life_that_wakes_changes_nothing(region_dir: Path, 
     for (info, losses, state), (all_losses, last) in zip(results, golden(2, Mortal), strict=True):
         assert info is not None and info.step == AT
         assert losses == all_losses[AT:] and same(state, last)
+
+
+def test_a_job_that_is_stopped_as_a_whole_is_started_anew_beside_it(region_dir: Path) -> None:
+    """Ctrl-Z reaches every rank; the later life is killed before it has committed anything."""
+
+    def train(me: ranks.Me) -> None:
+        job = Mortal(me.rank, KIND)
+        job.resume(region_dir, 300 + me.rank)
+        job.handle = job.attach(region_dir, on_error=lambda error: None, policy=1)
+        with suppress(RuntimeError), job.handle:
+            for _ in range(AT):
+                job.iterate()
+            job.handle.wait(AT - 1)
+            me.send("trained")
+            me.pause()
+            job.iterate()
+
+    def later(me: ranks.Me) -> int:
+        job = Mortal(me.rank, KIND)
+        info = job.resume(region_dir, 300 + me.rank)
+        job.attach(region_dir, policy=NEVER)
+        assert info is not None
+        me.send(info.step)
+        me.pause()
+        return info.step
+
+    with ranks.started(2, train) as earlier:
+        assert [earlier.receive(rank) for rank in range(2)] == ["trained"] * 2
+        for rank in range(2):
+            earlier.stop(rank)
+        with ranks.started(2, later) as job:
+            steps = [job.receive(rank) for rank in range(2)]
+        earlier.let_go()
+        for rank in range(2):
+            earlier.go_on(rank)
+        for told in earlier.outcomes():  # its region is in its place no more
+            assert isinstance(told, lightck.RegionError) and "replaced" in str(told), told
+        info = go_on(region_dir, 2)
+    assert info is not None and [info.step] * 2 == steps
+
+
+def test_one_rank_gives_up_no_step_that_only_a_failure_region_holds(region_dir: Path) -> None:
+    with ranks.started(2, frozen_life(region_dir, {0: "half"})):
+        until(lambda: whole_steps(region_dir))
+
+    def alone(me: ranks.Me) -> None:
+        Mortal(me.rank, KIND).attach(region_dir)
+
+    with ranks.started(1, alone) as job, pytest.raises(lightck.errors.UnrestoredError):
+        job.results()
+    assert whole_steps(region_dir) == {AT}
+
+
+def test_what_a_false_alarm_has_saved_whole_stays_when_a_handle_is_made_anew(
+    region_dir: Path,
+) -> None:
+    """As where a notebook's cell is run again: the model goes on, nothing was restored."""
+
+    def train(me: ranks.Me) -> None:
+        job = Frozen(me.rank, KIND, "loop" if me.rank else "")
+        job.handle = job.attach(region_dir, policy=NEVER)
+        for _ in range(AT + 1):
+            job.iterate()
+        job.handle.detach()
+        job.attach(region_dir, policy=NEVER)
+        me.send("attached anew")
+        me.pause()
+
+    with ranks.started(2, train) as job:
+        until(lambda: whole_steps(region_dir))
+        job.go_on(1)
+        assert [job.receive(rank) for rank in range(2)] == ["attached anew"] * 2
+    (step,) = whole_steps(region_dir)
+    info = go_on(region_dir, 2)
+    assert info is not None and info.step == step >= AT
 
 
 def test_without_the_store_a_rank_that_dies_and_one_that_stops_cost_no_step(
