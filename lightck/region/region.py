@@ -124,6 +124,10 @@ class Continuation:
         self.given_up.clear()
         self.began_anew = False
 
+    def begin_anew(self) -> None:
+        """Note that a restore has found nothing that could be restored."""
+        self.began_anew = True
+
     def mark_continued(self, region: Region, record: Record) -> None:
         """Declare that the live state continues `record`; attach may then write to its region."""
         self.records[region.info.uuid] = record

@@ -374,7 +374,7 @@ def test_one_rank_gives_up_no_step_that_only_a_failure_region_holds(region_dir: 
 def test_what_a_false_alarm_has_saved_whole_stays_when_a_handle_is_made_anew(
     region_dir: Path,
 ) -> None:
-    """As where a notebook's cell is run again: the model goes on, nothing was restored."""
+    """The model goes on, as where a notebook's cell is run again: nothing was restored."""
 
     def train(me: ranks.Me) -> None:
         job = Frozen(me.rank, KIND, "loop" if me.rank else "")
@@ -390,9 +390,9 @@ def test_what_a_false_alarm_has_saved_whole_stays_when_a_handle_is_made_anew(
         until(lambda: whole_steps(region_dir))
         job.go_on(1)
         assert [job.receive(rank) for rank in range(2)] == ["attached anew"] * 2
-    (step,) = whole_steps(region_dir)
+    steps = whole_steps(region_dir)
     info = go_on(region_dir, 2)
-    assert info is not None and info.step == step >= AT
+    assert info is not None and info.step == max(steps) >= AT
 
 
 def test_without_the_store_a_rank_that_dies_and_one_that_stops_cost_no_step(

@@ -185,7 +185,7 @@ class RegionSurvey:
     def give_up(self, continuation: Continuation) -> None:
         """Declare that the own region's snapshots have never counted, so that attach may go on."""
         own = self.own
-        continuation.began_anew = True
+        continuation.begin_anew()
         if own is not None and not own.recovery.is_empty:
             continuation.disown(own.region)
 
