@@ -27,6 +27,12 @@ KEPT = {
     "distributed/test_attach.py": {
         "test_every_step_is_committed_on_every_rank": 1,
     },
+    "distributed/test_buckets.py": {
+        "test_three_killed_ranks_go_on_with_the_sums_of_the_run_that_nothing_interrupts": 3,
+        "test_of_the_first_step_rank_0_s_order_is_kept_before_ddp_has_told_the_others": 1,
+        "test_what_is_computed_before_ddp_rebuilds_is_what_it_then_has": 2,
+        "test_another_setting_of_ddp_is_left_alone_and_told": 2,
+    },
     "distributed/test_closure_ranks.py": {
         "test_the_last_complete_step_is_there_on_every_rank": 1,
         "test_ranks_that_fail_inside_of_their_closures_go_on_bit_for_bit": 1,
@@ -40,6 +46,12 @@ KEPT = {
     },
     "distributed/test_differing_ranks.py": {
         "test_optimizer_state_that_differs_is_named_with_what_it_makes_differ": 1,
+    },
+    "distributed/test_frozen_ranks.py": {
+        "test_a_rank_that_stands_still_costs_no_step_that_another_has": 2,
+        "test_a_rank_that_holds_python_s_lock_costs_no_step": 1,
+        "test_one_healthy_rank_of_three_is_enough": 1,
+        "test_a_rank_of_an_earlier_life_that_wakes_changes_nothing": 1,
     },
     "distributed/test_fsdp.py": {
         "test_a_killed_job_goes_on_bit_for_bit_on_the_same_mesh": 1,
