@@ -3,8 +3,8 @@
 # Argument: the folder of a Python that has what tools/wheels.txt names (`make wheels` makes one).
 #
 # zig cc brings the headers and symbols of glibc 2.28 for both architectures: no container, no root,
-# no cross compiler. Same commit, same bytes: times are the commit's, tools are pinned, the build's
-# paths are stripped.
+# no cross compiler. Same commit, same wheels, byte for byte: times are the commit's, tools are pinned,
+# the build's paths are stripped.
 set -euo pipefail
 bin=$(realpath "$1")
 cd "$(dirname "$0")/.."
@@ -32,6 +32,23 @@ for architecture in x86_64 aarch64; do
     quietly pip wheel --no-build-isolation --no-deps --no-cache-dir -w "$work/linux" dist/lightck-*.tar.gz
   quietly repair $architecture "$work"/linux/*_$architecture.whl
 done
+# A compiler's library that knows nothing of the CPU would leave the portable kernel, and no error.
+fastest() {
+  for needed in "avx512 avx512f avx512vl avx512bw vpclmulqdq" "avx2 avx2 pclmulqdq" "sse42 sse4_2" \
+    "aarch64 crc32"; do
+    read -r name flags <<<"$needed"
+    for flag in $flags; do grep -qwm1 "$flag" /proc/cpuinfo || continue 2; done
+    echo "$name" && return
+  done
+  echo portable
+}
+python -m zipfile -e dist/*_"$(uname -m)".whl "$work/linux/here"
+chosen=$(python -c 'import ctypes, sys; name = ctypes.c_char_p()
+ctypes.CDLL(sys.argv[1]).lck_kernel(None, ctypes.byref(name)); print(name.value.decode())' \
+  "$work/linux/here/lightck/_native.abi3.so")
+echo "copy kernel on this CPU: $chosen"
+[ "$chosen" = "$(fastest)" ] || { echo "FAILED: it has $(fastest)"; exit 1; }
+
 for wheel in dist/*.whl; do auditwheel show "$wheel"; done
 abi3audit --strict --summary --verbose dist/*.whl
 twine check --strict dist/*
