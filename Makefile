@@ -50,7 +50,7 @@ venv: $(STAMP) ## Make .venv with lightck in it, its native part compiled
 
 # One stamp for all: an editable install compiles the native part into lightck/, so that its
 # sources are prerequisites too.
-$(STAMP): pyproject.toml constraints.txt Makefile $(SOURCES) $(HEADERS) | $(BIN)/python
+$(STAMP): pyproject.toml setup.py constraints.txt Makefile $(SOURCES) $(HEADERS) | $(BIN)/python
 	@$(BIN)/python -c 'import torch' 2>/dev/null || $(MAKE) --no-print-directory torch
 	rm -f lightck/_native*.so
 	$(PIP) -e '.[cli,timeline,test,lint,docs]'
