@@ -39,7 +39,7 @@ CROSS = aarch64-linux-gnu-gcc
 
 .PHONY: help venv demo check test test-full lint bench bench-full bench-record bench-micro bench-compare
 .PHONY: native-test crash asan tsan pmem-guest kill fuzz
-.PHONY: soak clean gpu-check
+.PHONY: soak clean gpu-check wheels
 .DELETE_ON_ERROR:
 .SECONDARY:
 
@@ -50,7 +50,7 @@ venv: $(STAMP) ## Make .venv with lightck in it, its native part compiled
 
 # One stamp for all: an editable install compiles the native part into lightck/, so that its
 # sources are prerequisites too.
-$(STAMP): pyproject.toml constraints.txt Makefile $(SOURCES) $(HEADERS) | $(BIN)/python
+$(STAMP): pyproject.toml setup.py constraints.txt Makefile $(SOURCES) $(HEADERS) | $(BIN)/python
 	@$(BIN)/python -c 'import torch' 2>/dev/null || $(MAKE) --no-print-directory torch
 	rm -f lightck/_native*.so
 	$(PIP) -e '.[cli,timeline,test,lint,docs]'
@@ -366,6 +366,16 @@ $(OUT)/lightck-trace.so: $(SOURCES:native/src/%.c=$(OUT)/crash/shared/%.o) $(OUT
 # What Python tests load through LIGHTCK_NATIVE to inject faults.
 $(OUT)/lightck-testing.so: $(SOURCES:native/src/%.c=$(OUT)/plain/%.o)
 	$(CC) -shared -pthread -o $@ $^ -lm
+
+# Needs the registry for its tools, which get an environment of their own.
+WHEELS = build/wheels/venv
+$(WHEELS)/.installed: tools/wheels.txt
+	$(PYTHON) -m venv --clear $(WHEELS)
+	$(WHEELS)/bin/pip install --quiet -r $<
+	touch $@
+
+wheels: $(WHEELS)/.installed ## Build the sdist and manylinux wheels into dist/, and check them
+	bash tools/wheels.sh $(WHEELS)/bin
 
 clean: ## Remove everything that was built, .venv included
 	rm -rf $(VENV) build dist *.egg-info bench/*.egg-info lightck/_native*.so

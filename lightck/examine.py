@@ -6,10 +6,10 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any, Literal
+from functools import cache
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
-import pyarrow as pa
 
 from lightck.config import Config
 from lightck.data import lookahead
@@ -21,7 +21,7 @@ from lightck.errors import (
     RegionBusyError,
     RegionIOError,
 )
-from lightck.load import SNAPSHOTS, region_files, row
+from lightck.load import region_files, row, snapshot_columns
 from lightck.reader.assembly import AssembledSnapshot
 from lightck.region import location, native_region
 from lightck.region.backends.select import every_file
@@ -30,27 +30,38 @@ from lightck.region.medium import GRANULARITIES
 from lightck.region.native_pool import usual_threads
 from lightck.region.region import Candidate, Region, open_and_recover
 
-TENSORS = pa.schema(
-    [
-        ("name", pa.string()),
-        ("role", pa.string()),
-        ("dtype", pa.string()),
-        ("shape", pa.list_(pa.int64())),
-        ("bytes", pa.uint64()),
-        ("offset", pa.uint64()),
-        ("crc", pa.uint32()),
-        ("layer", pa.string()),
-        ("device", pa.string()),
-        ("alias_of", pa.string()),
-        ("rank", pa.uint32()),
-        ("begin", pa.uint64()),
-        ("part_of", pa.string()),
-    ]
-)
-"""The columns of a table with a row for each piece of a tensor; `rank` and `begin` only where there
-are several regions, `part_of` (the whole's shape, the part's offset in it, mesh and placements)
-only where state is sharded."""
+if TYPE_CHECKING:
+    import pyarrow as pa
+
 CHECKED_AT_ONCE_BYTES = 64 << 20  # checked between two reports of progress
+
+
+@cache
+def tensor_columns() -> pa.Schema:
+    """Return the columns of a table with a row for each piece of a tensor.
+
+    `rank` and `begin` are used only where there are several regions, `part_of` (the whole's shape,
+    the part's offset in it, mesh and placements) only where state is sharded.
+    """
+    import pyarrow as pa
+
+    return pa.schema(
+        [
+            ("name", pa.string()),
+            ("role", pa.string()),
+            ("dtype", pa.string()),
+            ("shape", pa.list_(pa.int64())),
+            ("bytes", pa.uint64()),
+            ("offset", pa.uint64()),
+            ("crc", pa.uint32()),
+            ("layer", pa.string()),
+            ("device", pa.string()),
+            ("alias_of", pa.string()),
+            ("rank", pa.uint32()),
+            ("begin", pa.uint64()),
+            ("part_of", pa.string()),
+        ]
+    )
 
 
 def regions(path: str | os.PathLike[str] | None = None) -> list[dict[str, Any]]:
@@ -96,7 +107,7 @@ class Contents:
     snapshot: dict[str, Any]
     """The snapshot's row of `snapshots`."""
     tensors: pa.Table
-    """A table with one row per tensor, see `TENSORS`; nothing of the payload was read."""
+    """A table with one row per tensor, see `tensor_columns`; nothing of the payload was read."""
     extras: tuple[str, ...]
     optimizers: tuple[str, ...]
     """The classes of the optimizers."""
@@ -132,16 +143,18 @@ def contents(
 
 
 def _contents(snapshot: AssembledSnapshot, state: str, ranks: bool = False) -> Contents:
+    import pyarrow as pa
+
     first, second = snapshot.trees()
     own = snapshot.parts[0]
     described = row(own.region, own.candidate, state)
     described["tensors"] = len(snapshot.entries)
     described["payload_bytes"] = sum(int(part.rows["length"].sum()) for part in snapshot.parts)
-    table = pa.Table.from_pylist(_tensor_rows(snapshot), schema=TENSORS)
+    table = pa.Table.from_pylist(_tensor_rows(snapshot), schema=tensor_columns())
     sharded = any(entry.shard is not None for entry in snapshot.entries)
     unused = [*([] if ranks else ["rank", "begin"]), *([] if sharded else ["part_of"])]
     return Contents(
-        pa.Table.from_pylist([described], schema=SNAPSHOTS).to_pylist()[0],
+        pa.Table.from_pylist([described], schema=snapshot_columns()).to_pylist()[0],
         table.drop_columns(unused),
         tuple(sorted({*first["extras"], *second["extras"]} - {lookahead.NAME})),
         tuple(tree["class"] for tree in second["optimizers"]),

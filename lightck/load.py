@@ -9,10 +9,10 @@ import mmap
 import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from functools import cache
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
-import pyarrow as pa
 import torch
 
 from lightck.config import Config
@@ -33,28 +33,36 @@ from lightck.state import boundary_codec, key_order
 from lightck.state.inventory import labelled_key
 from lightck.state.module_extra_state import PREFIX
 
+if TYPE_CHECKING:
+    import pyarrow as pa
+
 _NAMED = 8
-SNAPSHOTS = pa.schema(
-    [
-        ("step", pa.uint64()),
-        ("state", pa.string()),
-        ("rank", pa.uint32()),
-        ("slot", pa.uint32()),
-        ("sequence", pa.uint64()),
-        ("timeline", pa.uint64()),
-        ("wall_time", pa.timestamp("us", "UTC")),
-        ("tensors", pa.uint64()),
-        ("payload_bytes", pa.uint64()),
-        ("early", pa.bool_()),
-        ("suspect", pa.bool_()),
-        ("survives", pa.string()),
-        ("problem", pa.string()),
-        ("file", pa.string()),
-    ]
-)
-
-
 region_files = select.region_files
+
+
+@cache
+def snapshot_columns() -> pa.Schema:
+    """Return the columns of `snapshots`."""
+    import pyarrow as pa
+
+    return pa.schema(
+        [
+            ("step", pa.uint64()),
+            ("state", pa.string()),
+            ("rank", pa.uint32()),
+            ("slot", pa.uint32()),
+            ("sequence", pa.uint64()),
+            ("timeline", pa.uint64()),
+            ("wall_time", pa.timestamp("us", "UTC")),
+            ("tensors", pa.uint64()),
+            ("payload_bytes", pa.uint64()),
+            ("early", pa.bool_()),
+            ("suspect", pa.bool_()),
+            ("survives", pa.string()),
+            ("problem", pa.string()),
+            ("file", pa.string()),
+        ]
+    )
 
 
 def snapshots(path: str | os.PathLike[str] | None = None) -> pa.Table:
@@ -69,6 +77,8 @@ def snapshots(path: str | os.PathLike[str] | None = None) -> pa.Table:
     Raises:
         RegionError: the place is not safe, or a file is not a region.
     """
+    import pyarrow as pa
+
     files = region_files(path)
     rows: list[dict[str, Any]] = []
     where = location.locate(Config.resolve(path=path).path, 0, create=False)
@@ -83,7 +93,7 @@ def snapshots(path: str | os.PathLike[str] | None = None) -> pa.Table:
             ]
     if len(files) > 1:
         rows.sort(key=lambda r: (-r.get("step", -1), r.get("rank", 0)))
-    return pa.Table.from_pylist(rows, schema=SNAPSHOTS)
+    return pa.Table.from_pylist(rows, schema=snapshot_columns())
 
 
 def _state_of(survey: RegionSurvey, candidate: Candidate) -> dict[str, str]:

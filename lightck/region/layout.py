@@ -8,42 +8,50 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
-from typing import Any
+from functools import cache, cached_property
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
-import pyarrow as pa
 
 from lightck.errors import CorruptSnapshotError
 from lightck.region.manifest import read_stream
 from lightck.region.native_region import LINE_BYTES, Record, Segment
 
-SCHEMA = pa.schema(
-    [
-        pa.field("name", pa.string(), nullable=False),
-        pa.field("role", pa.string(), nullable=False),
-        pa.field("dtype", pa.string(), nullable=False),
-        pa.field("shape", pa.list_(pa.int64()), nullable=False),
-        pa.field("strides", pa.list_(pa.int64()), nullable=False),
-        pa.field("device", pa.string(), nullable=False),
-        pa.field("layer", pa.string(), nullable=False),
-        pa.field("alias_of", pa.string()),
-        pa.field("offset", pa.uint64(), nullable=False),
-        pa.field("length", pa.uint64(), nullable=False),
-        # First byte of the tensor that the extent holds; null: all of the tensor is there.
-        pa.field("begin", pa.uint64()),
-        # Shards of a DTensor; null for a tensor that this rank holds whole.
-        pa.field("global_shape", pa.list_(pa.int64())),
-        pa.field("global_offset", pa.list_(pa.int64())),
-        pa.field("placements", pa.string()),
-    ]
-)
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 _SHARD = ("global_shape", "global_offset", "placements")
 MAX_DIMS = 1024
 """The most dimensions of a tensor; torch and NumPy stop far below in all but the simplest
 operations."""
+
+
+@cache
+def schema() -> pa.Schema:
+    """Return the columns of a layout table."""
+    import pyarrow as pa
+
+    return pa.schema(
+        [
+            pa.field("name", pa.string(), nullable=False),
+            pa.field("role", pa.string(), nullable=False),
+            pa.field("dtype", pa.string(), nullable=False),
+            pa.field("shape", pa.list_(pa.int64()), nullable=False),
+            pa.field("strides", pa.list_(pa.int64()), nullable=False),
+            pa.field("device", pa.string(), nullable=False),
+            pa.field("layer", pa.string(), nullable=False),
+            pa.field("alias_of", pa.string()),
+            pa.field("offset", pa.uint64(), nullable=False),
+            pa.field("length", pa.uint64(), nullable=False),
+            # First byte of the tensor that the extent holds; null: all of the tensor is there.
+            pa.field("begin", pa.uint64()),
+            # Shards of a DTensor; null for a tensor that this rank holds whole.
+            pa.field("global_shape", pa.list_(pa.int64())),
+            pa.field("global_offset", pa.list_(pa.int64())),
+            pa.field("placements", pa.string()),
+        ]
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +134,8 @@ class Layout:
 
 def encode(entries: Sequence[Entry], offsets: npt.NDArray[np.uint64]) -> bytes:
     """Serialize to an Arrow IPC stream, whose length does not depend on the offsets."""
+    import pyarrow as pa
+
     shards = [e.shard for e in entries]
     columns: list[Any] = [
         [e.name for e in entries],
@@ -143,10 +153,10 @@ def encode(entries: Sequence[Entry], offsets: npt.NDArray[np.uint64]) -> bytes:
         [s and s.offset for s in shards],
         [s and s.placements for s in shards],
     ]
-    arrays = [pa.array(c, f.type) for c, f in zip(columns, SCHEMA, strict=True)]
+    arrays = [pa.array(c, f.type) for c, f in zip(columns, schema(), strict=True)]
     sink = pa.BufferOutputStream()
-    with pa.ipc.new_stream(sink, SCHEMA) as writer:
-        writer.write_batch(pa.record_batch(arrays, schema=SCHEMA))
+    with pa.ipc.new_stream(sink, schema()) as writer:
+        writer.write_batch(pa.record_batch(arrays, schema=schema()))
     result: bytes = sink.getvalue().to_pybytes()
     return result
 
@@ -157,7 +167,9 @@ def decode(table: bytes, *, context: str) -> Layout:
     Raises:
         CorruptSnapshotError: the bytes are no layout table; `context` names region and slot.
     """
-    rows = read_stream(table, SCHEMA, context=f"{context}: layout table")
+    import pyarrow as pa
+
+    rows = read_stream(table, schema(), context=f"{context}: layout table")
     try:
         plain = ("name", "role", "dtype", "shape", "strides", "length", "layer", "device")
         columns = [rows.column(name).to_pylist() for name in (*plain, "alias_of", "begin")]

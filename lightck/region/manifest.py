@@ -10,23 +10,16 @@ import struct
 from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
-import pyarrow as pa
 
 from lightck.errors import CorruptSnapshotError
 
-SCHEMA = pa.schema(
-    [
-        pa.field("step", pa.uint64(), nullable=False),
-        pa.field("sequence", pa.uint64(), nullable=False),
-        pa.field("crcs", pa.list_(pa.uint32()), nullable=False),
-        pa.field("at_step", pa.large_binary(), nullable=False),
-        pa.field("at_forward", pa.large_binary(), nullable=False),
-    ]
-)
-_HEAD: bytes = SCHEMA.serialize().to_pybytes()
+if TYPE_CHECKING:
+    import pyarrow as pa
+
 _END = b"\xff\xff\xff\xff\0\0\0\0"
 """The end of an Arrow IPC stream, as a stream writer writes it."""
 _ALIGNED_BYTES = 8
@@ -35,6 +28,22 @@ _PREFIX_BYTES = 8
 """The length of the mark and the size before a message."""
 _LONG, _ROW, _BLOB = struct.Struct("<q"), struct.Struct("<QQii"), struct.Struct("<qq")
 _EMPTY_ROW_BYTES = 8 + 8 + 8 + 16 + 16
+
+
+@cache
+def schema() -> pa.Schema:
+    """Return the columns of a manifest."""
+    import pyarrow as pa
+
+    return pa.schema(
+        [
+            pa.field("step", pa.uint64(), nullable=False),
+            pa.field("sequence", pa.uint64(), nullable=False),
+            pa.field("crcs", pa.list_(pa.uint32()), nullable=False),
+            pa.field("at_step", pa.large_binary(), nullable=False),
+            pa.field("at_forward", pa.large_binary(), nullable=False),
+        ]
+    )
 
 
 @dataclass(frozen=True)
@@ -77,7 +86,7 @@ def encode(manifest: Manifest) -> bytes:
     blobs = [
         part for blob in (at_step, at_forward) for part in (_BLOB.pack(0, len(blob)), _filled(blob))
     ]
-    return b"".join((_HEAD, message, row, crcs, *blobs, _END))
+    return b"".join((template.head, message, row, crcs, *blobs, _END))
 
 
 def _padded(length: int) -> int:
@@ -92,6 +101,8 @@ def _filled(data: bytes) -> bytes:
 class _Template:
     """Arrow's message about a row, and the positions of what differs from row to row."""
 
+    head: bytes
+    """Arrow's message about the columns, which comes before it."""
     message: bytes
     body_length_at: int
     count_at: int
@@ -104,6 +115,8 @@ class _Template:
 @cache
 def _template() -> _Template:
     """Return Arrow's message about an empty row; Message.fbs says what is where."""
+    import pyarrow as pa
+
     row = [
         pa.array([0], pa.uint64()),
         pa.array([0], pa.uint64()),
@@ -111,7 +124,7 @@ def _template() -> _Template:
         pa.array([b""], pa.large_binary()),
         pa.array([b""], pa.large_binary()),
     ]
-    whole: bytes = pa.RecordBatch.from_arrays(row, schema=SCHEMA).serialize().to_pybytes()
+    whole: bytes = pa.RecordBatch.from_arrays(row, schema=schema()).serialize().to_pybytes()
     message = whole[: len(whole) - _EMPTY_ROW_BYTES]
     meta = message[_PREFIX_BYTES:]
     root = struct.unpack_from("<I", meta)[0]
@@ -121,9 +134,10 @@ def _template() -> _Template:
     assert nodes is not None and buffers is not None
     count = struct.unpack_from("<I", meta, buffers)[0]
     return _Template(
+        schema().serialize().to_pybytes(),
         message,
         _PREFIX_BYTES + length_at,
-        _PREFIX_BYTES + nodes + 4 + 16 * SCHEMA.names.index("crcs") + 16,  # the list's child
+        _PREFIX_BYTES + nodes + 4 + 16 * schema().names.index("crcs") + 16,  # the list's child
         _PREFIX_BYTES + buffers + 4,
         struct.Struct(f"<{2 * count}q"),
     )
@@ -135,11 +149,13 @@ def decode(data: bytes, *, count: int, sequence: int, context: str) -> Manifest:
     Raises:
         CorruptSnapshotError: it does not parse, or belongs to another snapshot or layout.
     """
-    rows = read_stream(data, SCHEMA, context=f"{context}: manifest")
+    import pyarrow as pa
+
+    rows = read_stream(data, schema(), context=f"{context}: manifest")
     if rows.num_rows != 1:
         raise CorruptSnapshotError(f"{context}: manifest has {rows.num_rows} rows")
     try:
-        row = {name: rows.column(name)[0] for name in SCHEMA.names}
+        row = {name: rows.column(name)[0] for name in schema().names}
         crcs = np.array(row["crcs"].values.to_numpy(), np.uint32)
         found = Manifest(
             step=row["step"].as_py(),
@@ -161,27 +177,29 @@ def decode(data: bytes, *, count: int, sequence: int, context: str) -> Manifest:
 # ---- Arrow IPC streams from bytes that may be damaged --------------------------------------------
 
 
-def read_stream(data: bytes, schema: pa.Schema, *, context: str) -> pa.Table:
+def read_stream(data: bytes, columns: pa.Schema, *, context: str) -> pa.Table:
     """Parse and validate an Arrow IPC stream.
 
     Args:
         data: the stream.
-        schema: the schema that it was written with.
+        columns: the schema that it was written with.
         context: what the stream is and where it lies, for messages.
 
     Raises:
         CorruptSnapshotError: it does not parse, has other fields, or nulls where none may be.
     """
+    import pyarrow as pa
+
     try:
         _refuse_compressed(data)
         with pa.ipc.open_stream(data) as reader:
-            if reader.schema != schema:
+            if reader.schema != columns:
                 raise ValueError(f"it has fields {reader.schema.names[:20]}")
             rows = reader.read_all()
         rows.validate(full=True)
     except (pa.ArrowException, OSError, TypeError, ValueError, struct.error) as error:
         raise CorruptSnapshotError(f"{context} does not parse: {error}") from error
-    for field in schema:
+    for field in columns:
         if not field.nullable and rows.column(field.name).null_count:
             raise CorruptSnapshotError(f"{context} has nulls in its column {field.name}")
     return rows
@@ -196,6 +214,8 @@ def _refuse_compressed(data: bytes) -> None:
     Raises:
         ValueError: a batch is compressed.
     """
+    import pyarrow as pa
+
     for message in pa.ipc.MessageReader.open_stream(data):
         if message.type != "record batch":
             continue

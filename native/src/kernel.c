@@ -8,6 +8,10 @@
 #include "error.h"
 #include "kernel_impl.h"
 
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+
 #define POLYNOMIAL UINT32_C(0x82F63B78)
 #define POWER_PERIOD UINT64_C(0x7FFFFFFF) /* x^(2^31 - 1) = 1 mod P */
 
@@ -57,6 +61,38 @@ static uint32_t advance(uint32_t state, uint64_t length) {
   return state;
 }
 
+#if defined(__x86_64__)
+/* By cpuid itself, not by __builtin_cpu_supports: that asks the compiler's library, and the one of
+ * `zig cc` answers no to everything. */
+static uint32_t cpu_features(void) {
+  uint32_t eax, ebx, ecx, edx, saved = 0, found = 0;
+  if (!__get_cpuid(1, &eax, &ebx, &ecx, &edx))
+    return 0;
+  if (ecx >> 27 & 1) /* OSXSAVE: XCR0 can be read, which says whose registers are saved */
+    __asm__("xgetbv" : "=a"(saved), "=d"(edx) : "c"(0));
+  int ymm = (saved & 0x06) == 0x06, zmm = (saved & 0xE6) == 0xE6;
+  found |= ecx >> 20 & 1 ? LCK_CPU_SSE42 : 0;
+  found |= ecx >> 1 & 1 ? LCK_CPU_PCLMUL : 0;
+  found |= ymm && ecx >> 29 & 1 ? LCK_CPU_F16C : 0;
+  found |= ymm && ecx >> 12 & 1 ? LCK_CPU_FMA : 0;
+  if (!__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx))
+    return found;
+  found |= ymm && ebx >> 5 & 1 ? LCK_CPU_AVX2 : 0;
+  found |= ymm && ecx >> 10 & 1 ? LCK_CPU_VPCLMULQDQ : 0;
+  found |= zmm && ebx >> 16 & 1 ? LCK_CPU_AVX512F : 0;
+  found |= zmm && ebx >> 17 & 1 ? LCK_CPU_AVX512DQ : 0;
+  found |= zmm && ebx >> 30 & 1 ? LCK_CPU_AVX512BW : 0;
+  found |= zmm && ebx >> 31 & 1 ? LCK_CPU_AVX512VL : 0;
+  return found;
+}
+
+static uint32_t features_here; /* asked once: in a virtual machine cpuid takes microseconds */
+
+int lck_cpu_has(uint32_t features) {
+  return (features_here & features) == features;
+}
+#endif
+
 /* Before main, so that no call needs a check; the tables are never written again. */
 __attribute__((constructor)) static void prepare(void) {
   for (uint32_t byte = 0; byte < 256; byte++) {
@@ -65,6 +101,9 @@ __attribute__((constructor)) static void prepare(void) {
     for (uint32_t k = 0; k < 4; k++)
       lck_lane_table[k][byte] = advance(byte << 8 * k, LCK_LANE_BYTES);
   }
+#if defined(__x86_64__)
+  features_here = cpu_features();
+#endif
   int fastest = 0;
   while (!kernels[fastest]->usable())
     fastest++;

@@ -16,6 +16,25 @@ typedef struct lck_kernel_table {
   int (*usable)(void);
 } lck_kernel_table;
 
+#if defined(__x86_64__)
+/* Instructions that this CPU has and the operating system saves the registers of. */
+enum {
+  LCK_CPU_SSE42 = 1 << 0,
+  LCK_CPU_PCLMUL = 1 << 1,
+  LCK_CPU_F16C = 1 << 2,
+  LCK_CPU_FMA = 1 << 3,
+  LCK_CPU_AVX2 = 1 << 4,
+  LCK_CPU_VPCLMULQDQ = 1 << 5,
+  LCK_CPU_AVX512F = 1 << 6,
+  LCK_CPU_AVX512DQ = 1 << 7,
+  LCK_CPU_AVX512BW = 1 << 8,
+  LCK_CPU_AVX512VL = 1 << 9,
+};
+
+/* Whether all of these are there. */
+int lck_cpu_has(uint32_t features);
+#endif
+
 /* The kernel in use. Never NULL. */
 const lck_kernel_table *lck_kernel_current(void);
 

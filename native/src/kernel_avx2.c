@@ -78,9 +78,7 @@ AVX2_TARGET static uint32_t only_crc(const void *bytes, uint64_t length, uint32_
 }
 
 static int usable(void) {
-  __builtin_cpu_init();
-  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("pclmul") &&
-         __builtin_cpu_supports("sse4.2");
+  return lck_cpu_has(LCK_CPU_AVX2 | LCK_CPU_PCLMUL | LCK_CPU_SSE42);
 }
 
 const lck_kernel_table lck_kernel_avx2 = {"avx2", copy, only_crc, 0, usable};

@@ -72,12 +72,9 @@ AVX512_TARGET static uint32_t only_crc(const void *bytes, uint64_t length, uint3
   return run(NULL, bytes, length, crc, 0);
 }
 
-/* cpu_supports includes the operating system's part: XCR0 enables the zmm state. */
 static int usable(void) {
-  __builtin_cpu_init();
-  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512vl") &&
-         __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("vpclmulqdq") &&
-         __builtin_cpu_supports("pclmul") && __builtin_cpu_supports("sse4.2");
+  return lck_cpu_has(LCK_CPU_AVX512F | LCK_CPU_AVX512VL | LCK_CPU_AVX512BW | LCK_CPU_VPCLMULQDQ |
+                     LCK_CPU_PCLMUL | LCK_CPU_SSE42);
 }
 
 const lck_kernel_table lck_kernel_avx512 = {"avx512", copy, only_crc, 0, usable};

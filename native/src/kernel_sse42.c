@@ -17,8 +17,7 @@ LANES_TARGET LCK_INLINE void stream_pair(unsigned char *to, uint64_t low, uint64
 #include "kernel_lanes.h"
 
 static int usable(void) {
-  __builtin_cpu_init();
-  return __builtin_cpu_supports("sse4.2") != 0;
+  return lck_cpu_has(LCK_CPU_SSE42);
 }
 
 const lck_kernel_table lck_kernel_sse42 = {"sse42", lanes_copy, lanes_crc, 0, usable};

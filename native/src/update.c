@@ -15,10 +15,6 @@
 #include "space.h"
 #include "update.h"
 
-#if defined(__x86_64__)
-#include <cpuid.h>
-#endif
-
 #ifdef LCK_TRACE
 #define BLOCK_BYTES                                                                                \
   UINT64_C(1024) /* small enough for threads to share what a crash test writes                     \
@@ -368,12 +364,9 @@ static void take_as_captured(update_run *run) {
 /* ---- The call -------------------------------------------------------------------------------- */
 
 #if defined(__x86_64__)
-/* Fused multiply-adds, and conversions of halves; compilers disagree on the latter's name. */
+/* Fused multiply-adds, and conversions of halves. */
 static int has_fused(void) {
-  uint32_t eax, ebx, ecx, edx;
-  __builtin_cpu_init();
-  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
-         __get_cpuid(1, &eax, &ebx, &ecx, &edx) && (ecx & bit_F16C);
+  return lck_cpu_has(LCK_CPU_AVX2 | LCK_CPU_FMA | LCK_CPU_F16C);
 }
 #endif
 
@@ -385,7 +378,7 @@ static int choose_kernel(update_run *run, int unfused) {
 #if defined(__x86_64__)
   const char *name = lck_kernel_current()->name;
   if (has_fused()) {
-    int wide = strcmp(name, "avx512") == 0 && __builtin_cpu_supports("avx512dq");
+    int wide = strcmp(name, "avx512") == 0 && lck_cpu_has(LCK_CPU_AVX512DQ);
     run->streams = wide || strcmp(name, "avx2") == 0 || strcmp(name, "avx512") == 0;
     run->kernel = wide ? lck_update_avx512 : lck_update_avx2;
     return 0;

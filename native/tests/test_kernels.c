@@ -174,6 +174,28 @@ static void check_mutation(const lck_kernel_table *kernel) {
   CHECK(pthread_join(thread, NULL) == 0);
 }
 
+#if defined(__x86_64__)
+/* What gcc's own library says is what is found without it; that of `zig cc` says no to everything.
+ */
+#define SAME(feature, name)                                                                        \
+  CHECK(lck_cpu_has(feature) == (__builtin_cpu_supports(name) != 0), "%s", name)
+static void check_cpu(void) {
+  __builtin_cpu_init();
+  if (!__builtin_cpu_supports("sse2"))
+    return;
+  SAME(LCK_CPU_SSE42, "sse4.2");
+  SAME(LCK_CPU_PCLMUL, "pclmul");
+  SAME(LCK_CPU_FMA, "fma");
+  SAME(LCK_CPU_AVX2, "avx2");
+  SAME(LCK_CPU_VPCLMULQDQ, "vpclmulqdq");
+  SAME(LCK_CPU_AVX512F, "avx512f");
+  SAME(LCK_CPU_AVX512DQ, "avx512dq");
+  SAME(LCK_CPU_AVX512BW, "avx512bw");
+  SAME(LCK_CPU_AVX512VL, "avx512vl");
+  CHECK(lck_cpu_has(0) && !lck_cpu_has(UINT32_C(1) << 31), "all that are asked for must be there");
+}
+#endif
+
 static void check_kernels(void) {
   const char *fastest = NULL, *name = NULL;
   int usable = 0;
@@ -288,6 +310,9 @@ int main(void) {
     source[i] = (unsigned char)(random_word() >> 32);
   check_errors();
   check_combine();
+#if defined(__x86_64__)
+  check_cpu();
+#endif
   check_kernels();
 #ifdef LCK_TESTING
   check_faults();

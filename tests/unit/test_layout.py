@@ -101,8 +101,8 @@ def rewritten(**columns: Any) -> bytes:
     """The sample's table with other columns, valid as Arrow."""
     rows = pa.ipc.open_stream(sample().table).read_all()
     for name, values in columns.items():
-        at = layout.SCHEMA.get_field_index(name)
-        field = layout.SCHEMA.field(at)
+        at = layout.schema().get_field_index(name)
+        field = layout.schema().field(at)
         array = values if isinstance(values, pa.Array) else pa.array(values, field.type)
         rows = rows.set_column(at, pa.field(name, array.type, field.nullable), array)
     sink = io.BytesIO()
@@ -174,7 +174,7 @@ def test_a_compressed_table_is_refused_before_it_unfolds(compression: str) -> No
         rows = reader.read_all()
     sink = pa.BufferOutputStream()
     options = pa.ipc.IpcWriteOptions(compression=compression)
-    with pa.ipc.new_stream(sink, layout.SCHEMA, options=options) as writer:
+    with pa.ipc.new_stream(sink, layout.schema(), options=options) as writer:
         writer.write_table(rows)
     bomb = sink.getvalue().to_pybytes()
     assert len(bomb) < len(plain) // 100

@@ -56,6 +56,21 @@ def test_a_command_that_needs_no_torch_does_not_import_it(words: list[str], tmp_
     assert _run(code, *words, LIGHTCK_PATH=str(tmp_path / "run")).endswith("False\n")
 
 
+def test_no_name_imports_pyarrow_and_attaching_does_not_leave_it_to_a_failure(
+    region_dir: Path,
+) -> None:
+    code = (
+        "import sys, torch, lightck\n"
+        "for name in lightck.__all__: getattr(lightck, name)\n"
+        "print('pyarrow' in sys.modules)\n"
+        "model = torch.nn.Linear(2, 2)\n"
+        "optimizer = torch.optim.SGD(model.parameters(), 0.1)\n"
+        "with lightck.attach(model, optimizer, path=sys.argv[1]):\n"
+        "    print('pyarrow' in sys.modules)\n"
+    )
+    assert _run(code, str(region_dir / "run")) == "False\nTrue\n"
+
+
 def test_every_public_name_is_listed_typed_and_there() -> None:
     assert set(lightck.__all__) <= set(dir(lightck)) and "__version__" in dir(lightck)
     assert all(getattr(lightck, name) is not None for name in lightck.__all__)

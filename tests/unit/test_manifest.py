@@ -62,9 +62,9 @@ def _arrow(made: Manifest) -> bytes:
         "at_step": [made.at_step],
         "at_forward": [made.at_forward],
     }
-    rows = pa.table(values, schema=manifest.SCHEMA)
+    rows = pa.table(values, schema=manifest.schema())
     sink = io.BytesIO()
-    with pa.ipc.new_stream(sink, manifest.SCHEMA) as writer:
+    with pa.ipc.new_stream(sink, manifest.schema()) as writer:
         writer.write_table(rows)
     return sink.getvalue()
 
@@ -125,10 +125,12 @@ def written(schema: pa.Schema, **columns: Any) -> bytes:
         {"at_step": [None]},
         {"at_forward": [None]},
         {"crcs": [[1, None, 3]]},
-        {name: [] for name in manifest.SCHEMA.names},
+        {name: [] for name in manifest.schema().names},
         {
             name: 2 * [value]
-            for name, value in zip(manifest.SCHEMA.names, [8, 9, [1, 2, 3], b"", b""], strict=True)
+            for name, value in zip(
+                manifest.schema().names, [8, 9, [1, 2, 3], b"", b""], strict=True
+            )
         },
     ],
 )
@@ -136,10 +138,12 @@ def test_a_manifest_with_nulls_or_another_number_of_rows_is_corrupt(
     columns: dict[str, Any],
 ) -> None:
     with pytest.raises(CorruptSnapshotError, match="slot 3"):
-        manifest.decode(written(manifest.SCHEMA, **columns), count=3, sequence=9, context="slot 3")
+        manifest.decode(
+            written(manifest.schema(), **columns), count=3, sequence=9, context="slot 3"
+        )
 
 
 def test_other_fields_are_corrupt() -> None:
-    other = manifest.SCHEMA.set(0, pa.field("step", pa.int32(), nullable=False))
+    other = manifest.schema().set(0, pa.field("step", pa.int32(), nullable=False))
     with pytest.raises(CorruptSnapshotError, match="slot 3"):
         manifest.decode(written(other), count=3, sequence=9, context="slot 3")
