@@ -68,16 +68,21 @@ def test_a_region_that_could_not_be_made_leaves_nothing_behind(region_dir: Path)
 
 def test_a_child_that_is_forked_while_a_region_is_made_does_not_own_it(region_dir: Path) -> None:
     where = location.locate(region_dir, 0, create=True)
+    told, tells = os.pipe()
     with location.created(where) as (fd, _):
         os.write(fd, b"region")
         child = fork()
-        if child == 0:
+        if child == 0:  # what a child closes is closed when fork returns in it
+            os.write(tells, b".")
             signal.pause()
+        os.read(told, 1)
     try:
         assert not location.is_owned(where)
     finally:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
+        os.close(told)
+        os.close(tells)
 
 
 def test_a_region_that_is_there_is_never_replaced(region_dir: Path) -> None:
