@@ -71,6 +71,7 @@ def make(
         except RegionError as error:  # owned, damaged, or nothing of ours
             busy = error
             continue
+        found.prepare_writing(own.world)  # another number of ranks may have made it
         try:
             found.fit(entries, manifest_bytes)
         except BaseException:

@@ -120,6 +120,31 @@ def test_one_healthy_rank_of_three_is_enough(region_dir: Path, frozen: dict[int,
     assert info is not None and info.step == step
 
 
+def test_another_number_of_ranks_saves_whole_in_the_file_that_is_there(region_dir: Path) -> None:
+    with ranks.started(3, frozen_life(region_dir, {0: "half"})):
+        until(lambda: whole_steps(region_dir))
+
+    def fewer(me: ranks.Me) -> None:
+        job = Frozen(me.rank, KIND, "half" if me.rank else "")
+        info = job.resume(region_dir, 300 + me.rank)
+        assert info is not None and info.world == 3
+        job.last = AT + 3
+        job.handle = job.attach(region_dir, on_error=lambda error: None, policy=NEVER)
+        with suppress(RuntimeError), job.handle:
+            while True:
+                job.iterate()
+
+    def restored(me: ranks.Me) -> Any:
+        info = Mortal(me.rank, KIND).resume(region_dir, 300 + me.rank)
+        return info and (info.step, info.world)
+
+    with ranks.started(2, fewer):
+        until(lambda: AT + 3 in whole_steps(region_dir))
+    with ranks.started(2, restored) as job:
+        assert job.results() == [(AT + 3, 2)] * 2
+    assert len([*region_dir.glob("failure-*")]) == 1
+
+
 def random_stop(path: Path, dice: random.Random) -> None:
     with ranks.started(2, frozen_life(path, {})) as job:
         assert [job.receive(rank) for rank in range(2)] == ["trains"] * 2
