@@ -115,7 +115,11 @@ def _leave_to_owner(where: location.Location, why: LightckError) -> None:
         at = 0
         try:
             while at < size:
-                at += os.sendfile(fd, source, at, size - at)
+                sent = os.sendfile(fd, source, at, size - at)
+                if not sent:  # the file was cut meanwhile
+                    raise why
+                at += sent
+            os.fsync(fd)  # what was durable is so in the copy, before that takes the name
         except OSError as error:  # as on hugetlbfs, which files cannot be written to
             raise why from error
     event("left_to_owner", logging.WARNING, file=where.file, bytes=size, why=why)
