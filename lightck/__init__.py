@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from lightck.load import load, snapshots
     from lightck.restore import restore
     from lightck.state.extras import at_forward, at_step
+    from lightck.store import Store
 
     __version__: str
 
@@ -52,6 +53,7 @@ _LATE = {
     "Handle": "lightck.handle",
     "Prefetched": "lightck.data.prefetched",
     "ResumableSampler": "lightck.data.sampler",
+    "Store": "lightck.store",
     "at_forward": "lightck.state.extras",
     "at_step": "lightck.state.extras",
     "attach": "lightck.attach",
@@ -88,6 +90,7 @@ __all__ = [
     "Saved",
     "StateError",
     "Stats",
+    "Store",
     "TornSnapshotError",
     "UnrestoredError",
     "WaitTimeoutError",

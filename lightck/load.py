@@ -187,23 +187,38 @@ def load_tensors(
     return snapshot.record.step, tensors
 
 
+def load_owned(path: str | os.PathLike[str], step: int | Literal["latest"]) -> dict[str, Any]:
+    """Return a snapshot as `load` does, with tensors in memory of their own: nothing is leased."""
+    snapshot, tensors = _found(path, step, 0, whole=False, mapped=False)
+    return as_state_dict(snapshot, tensors.__getitem__)
+
+
 def _found(
-    path: str | os.PathLike[str] | None, step: int | Literal["latest"], rank: int, whole: bool
+    path: str | os.PathLike[str] | None,
+    step: int | Literal["latest"],
+    rank: int,
+    whole: bool,
+    *,
+    mapped: bool = True,
 ) -> tuple[AssembledSnapshot, dict[str, torch.Tensor]]:
     """Return the newest snapshot that is whole, or the wanted one, and its tensors by name."""
     where = location.locate(Config.resolve(path=path).path, rank, create=False)
     wanted = None if step == "latest" else step
     with contextlib.closing(restore_attempts(Rendezvous("load", rank), where, wanted)) as attempts:
         for attempt in attempts:
-            if (found := _mapped(attempt, whole)) is not None:
+            if (found := _read(attempt, whole, mapped)) is not None:
                 return found
     raise NoSnapshotError(f"{where.file}: no whole snapshot: none was ever written")
 
 
-def _mapped(
-    attempt: RestoreAttempt, whole: bool
+def _read(
+    attempt: RestoreAttempt, whole: bool, mapped: bool
 ) -> tuple[AssembledSnapshot, dict[str, torch.Tensor]] | None:
-    """Verify a snapshot and make the tensors over its slots; None if an older one is needed."""
+    """Verify a snapshot and make its tensors; None if an older one is needed.
+
+    `mapped`: over its slots, which stay leased as long as the tensors are there.
+    """
+    tensors: dict[str, torch.Tensor] = {}
     wholes: dict[str, torch.Tensor] = {}
     with attempt.verifying():
         snapshot = attempt.assemble()
@@ -212,12 +227,16 @@ def _mapped(
         # unreadable.
         snapshot.trees()
         _warn_of_other_ranks(attempt, snapshot)
-        snapshot.verify()
+        if mapped:
+            snapshot.verify()
+        else:  # what is read is checked on the way
+            tensors = _tensors(attempt.survey, snapshot, owned=True)
         if whole:
             wholes = _whole_tensors(attempt, snapshot)
     if not attempt.is_verified():
         return None
-    tensors: dict[str, torch.Tensor] = {}
+    if not mapped:
+        return snapshot, tensors
     with attempt.copying():
         tensors = _tensors(attempt.survey, snapshot) | wholes
     if not attempt.is_copied():
@@ -235,13 +254,15 @@ def _warn_of_other_ranks(attempt: RestoreAttempt, snapshot: AssembledSnapshot) -
         event("of_one_rank", logging.WARNING, path=where, tensors=count, names=names, why=why)
 
 
-def _tensors(survey: RegionSurvey, snapshot: AssembledSnapshot) -> dict[str, torch.Tensor]:
+def _tensors(
+    survey: RegionSurvey, snapshot: AssembledSnapshot, *, owned: bool = False
+) -> dict[str, torch.Tensor]:
     """Make tensors over the slots where one piece holds all.
 
-    Copy the others, and those of devices.
+    Copy the others, and those of devices; all of them if `owned`.
     """
     over: list[tuple[RegionPart, Sequence[int]]] = [
-        (part, _complete_rows(part, snapshot) if part.region.place.is_plain else [])
+        (part, _complete_rows(part, snapshot) if part.region.place.is_plain and not owned else [])
         for part in snapshot.parts
     ]
     mapped = {part.entries[row] for part, rows in over for row in rows}

@@ -181,7 +181,8 @@ class CopyPlan:
         tensors = self.tensors if found is self.lives else [live.tensor for live in found]
         held = tensor_support.locals_of(tensors)
         shards = [] if held is tensors else tensor_support.forms_of(tensors)
-        if self._known(found) and shards == self._shards and self._formed(held):
+        known = self.allocation is not None and self._known(found)
+        if known and shards == self._shards and self._formed(held):
             allocation = self._fit(self.entries, boundary_bytes)
         else:
             entries = tuple(tensor_layout.describe(live) for live in found)

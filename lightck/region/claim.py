@@ -38,6 +38,10 @@ _SHARED = 3
 and one to write."""
 
 
+STORE_RUN = hashlib.blake2b(b"lightck.Store", digest_size=16, person=b"lightck.Store").digest()
+"""The run id of every region of a `Store`; a training's is made without `person`."""
+
+
 @dataclass(eq=False)
 class ClaimedLocation:
     """A location that this process may write to, and the region in it, if there is one."""
@@ -125,18 +129,21 @@ def _leave_to_owner(where: location.Location, why: LightckError) -> None:
     event("left_to_owner", logging.WARNING, file=where.file, bytes=size, why=why)
 
 
-def find(config: Config, rank: int, continuation: Continuation) -> ClaimedLocation:
+def find(
+    config: Config, rank: int, continuation: Continuation, *, of_store: bool = False
+) -> ClaimedLocation:
     """Become the owner of the region that is there, if it may be written.
 
     Args:
         config: names the path, and says whether older snapshots may be overwritten.
         rank: whose region it is.
         continuation: the snapshots that the model continues.
+        of_store: a `Store` claims it, which goes on from what is there itself.
 
     Raises:
         UnrestoredError: snapshots are there that were not restored; nothing was overwritten.
         RegionBusyError: another process owns the region.
-        RegionError: it is another rank's.
+        RegionError: it is another rank's, or a store's for a training, or the other way round.
     """
     where = location.locate(config.path, rank, create=True, backend=config.backend)
     if where.backend != "native" and config.numa_node is not None:
@@ -159,7 +166,7 @@ def find(config: Config, rank: int, continuation: Continuation) -> ClaimedLocati
         if not _owner_stands(where):
             raise naming_owner(error, where) from error
         _leave_to_owner(where, naming_owner(error, where))
-        return find(config, rank, continuation)
+        return find(config, rank, continuation, of_store=of_store)
     except (RegionFormatError, CorruptSnapshotError, RegionIOError) as error:
         if where.file not in continuation.given_up or not where.is_plain:
             raise
@@ -168,7 +175,9 @@ def find(config: Config, rank: int, continuation: Continuation) -> ClaimedLocati
         return ClaimedLocation(where, None, continuation)
     try:
         _check_rank(region, rank)
-        _take_over(region, config)
+        check_kind(region, of_store=of_store)
+        if not of_store:
+            _take_over(region, config)
     except BaseException:
         region.close()
         raise
@@ -239,6 +248,22 @@ def _check_rank(region: Region, rank: int) -> None:
             f"{region.place.file} is the region of rank {region.info.rank}, this is rank {rank}:"
             " was the file renamed or copied? Put it back, or choose another path"
         )
+
+
+def check_kind(region: Region, *, of_store: bool) -> None:
+    """Refuse a store's region to a training, and a training's to a store.
+
+    Raises:
+        RegionError: says whose it is, and what to do.
+    """
+    if (region.info.run_id == STORE_RUN) == of_store:
+        return
+    kinds = "a training (lightck.attach)", "a store (lightck.Store)"
+    whose, whom = kinds if of_store else kinds[::-1]
+    raise RegionError(
+        f"{region.place.file} holds the snapshots of {whose}, and this is {whom}: choose another"
+        f" path, or give them up with `lightck rm {region.place.path}`"
+    )
 
 
 def naming_owner(error: RegionBusyError, where: location.Location) -> RegionBusyError:

@@ -27,7 +27,7 @@ _FLOORS = {
     10: {"distributed"},
     11: {"restore", "load", "failure"},
     12: {"handle", "examine", "watch", "pmdk", "removal"},
-    13: {"attach"},
+    13: {"attach", "store"},
     14: {"integrations", "cli", "__init__"},
 }
 _FLOOR_OF = {room: floor for floor, rooms in _FLOORS.items() for room in rooms}
@@ -36,7 +36,7 @@ _STANDARD_LIBRARY = {"errors", "events", "keywords", "types", "policy", "config"
 _WITHOUT_TORCH = {*_STANDARD_LIBRARY, "region"}
 # Faces use what users use; __init__ hands out names of these, the marks of instants, the sampler.
 _FACES_USE = {
-    *("attach", "handle", "restore", "load", "examine", "pmdk", "watch", "removal"),
+    *("attach", "store", "handle", "restore", "load", "examine", "pmdk", "watch", "removal"),
     *("config", "errors", "policy", "types", "__init__"),
     "failure",
 }
