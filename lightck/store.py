@@ -15,7 +15,7 @@ import threading
 import time
 import weakref
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Literal, Self, SupportsIndex
@@ -25,7 +25,9 @@ from lightck.errors import (
     ConfigError,
     CorruptSnapshotError,
     LightckError,
+    NoSnapshotError,
     RegionBusyError,
+    RegionError,
     RegionIOError,
     TornSnapshotError,
 )
@@ -37,7 +39,7 @@ from lightck.pipeline.schedule import Eager
 from lightck.reader.assembly import AssembledSnapshot
 from lightck.region import allocator, claim, location
 from lightck.region.backends.select import is_blank
-from lightck.region.region import Candidate, Continuation, Region, open_and_recover
+from lightck.region.region import Candidate, Continuation, Recovery, Region, open_and_recover
 from lightck.region.stats_page import NO_STEP, Page
 from lightck.state import boundary_blob, rng, state_tree, tensor_layout
 from lightck.state.arguments import refuse_unknown
@@ -193,6 +195,26 @@ class Store:
         """
         return list(dict.fromkeys(each.record.step for each in self._candidates()))
 
+    def hold(self, step: int) -> ExitStack:
+        """Keep a state dict that was saved from being replaced, until the result is closed.
+
+        A context manager. What is held takes a slot: with `slots=` of n, n - 1 can be held and
+        saved beside. It is kept by this process only, and ends with it.
+
+        Raises:
+            NoSnapshotError: there is no such step. RegionBusyError: it is being replaced.
+        """
+        with ExitStack() as held:
+            found = self._opened()
+            if found is not None:
+                held.callback(found[0].close)
+                for each in found[1].candidates:
+                    if each.record.step == step:
+                        AssembledSnapshot.of([(found[0], each)]).lease(held)
+                        return held.pop_all()
+            there = [each.record.step for each in found[1].candidates] if found else "nothing"
+            raise NoSnapshotError(f"{self._config.path}: no step {step} to hold; there: {there}")
+
     def close(self) -> None:
         """Commit what is under way and give up the region. Idempotent.
 
@@ -220,15 +242,28 @@ class Store:
 
     def _candidates(self) -> tuple[Candidate, ...]:
         """Return the snapshots that are there, best first; none if nothing is."""
+        found = self._opened()
+        if found is None:
+            return ()
+        found[0].close()
+        return found[1].candidates
+
+    def _opened(self) -> tuple[Region, Recovery] | None:
+        """Open the region for reading, which the caller closes; None if there is none.
+
+        Raises:
+            RegionError: it is a training's.
+        """
         where = location.locate(self._config.path, 0, create=False, backend=self._config.backend)
         if not where.exists or is_blank(where):
-            return ()
+            return None
         region, recovery = open_and_recover(where)
         try:
             claim.check_kind(region, of_store=True)
-            return recovery.candidates
-        finally:
+        except RegionError:
             region.close()
+            raise
+        return region, recovery
 
 
 def _checked_step(step: object) -> int:

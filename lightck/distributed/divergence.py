@@ -24,7 +24,7 @@ from itertools import accumulate
 from typing import Any
 
 from lightck.distributed.rounds import named
-from lightck.distributed.store import Store
+from lightck.distributed.store import KeyValueStore
 from lightck.errors import CoordinationError, DivergenceError, LightckError
 from lightck.region.native_region import crc32c, crc32c_at
 from lightck.region.region import Region
@@ -251,7 +251,7 @@ def decide_verdict(messages: Sequence[str]) -> Verdict:
 
 
 def exchange_samples(
-    store: Store, rank: int, world: int, step: int, message: str, seconds: float
+    store: KeyValueStore, rank: int, world: int, step: int, message: str, seconds: float
 ) -> Verdict:
     """Report this rank's sample of `step`; return the verdict on all ranks' samples. Blocks.
 
@@ -320,7 +320,7 @@ class Divergence:
     Threads: `suspect` is called on a thread of the global commit, `close` on the training thread.
     """
 
-    store: Store
+    store: KeyValueStore
     rank: int
     world: int
     samples: ReplicaSamples

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from lightck.distributed.store import Store
+from lightck.distributed.store import KeyValueStore
 from lightck.errors import CoordinationError
 
 MAX_BYTES = 4096  # the longest message of one rank
@@ -36,7 +36,7 @@ class AgreementRounds:
     restore and close, by one thread at a time.
     """
 
-    store: Store
+    store: KeyValueStore
     rank: int
     world: int
     timeout_s: float = 120.0

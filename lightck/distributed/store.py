@@ -21,7 +21,7 @@ _BATCH = 512  # keys in one multi_get: a reply of some 100 KB
 T = TypeVar("T")
 
 
-class Store(Protocol):
+class KeyValueStore(Protocol):
     """The key-value store that the protocols need; every call may raise `StoreError`.
 
     A call that raised may or may not have had its effect: only `read`, `claim`, `set` and `delete`
@@ -59,11 +59,11 @@ class Store(Protocol):
         """Delete keys that no rank will touch again."""
         ...
 
-    def clone(self) -> Store:
+    def clone(self) -> KeyValueStore:
         """Open another connection to the same store, whose waits block no other caller."""
         ...
 
-    def below(self, part: str) -> Store:
+    def below(self, part: str) -> KeyValueStore:
         """Open another connection, whose keys have one more part in front."""
         ...
 
@@ -98,13 +98,13 @@ class JobStore:
         self._call("connect", "", lambda client: None)
 
     def read(self, key: str) -> bytes | None:
-        """See `Store`. One message: a compare that never matches returns the present value."""
+        """See `KeyValueStore`. One message: a compare that never matches returns what is there."""
         name = self._name(key)
         value = self._call("read", key, lambda c: c.compare_set(name, _ABSENT, _ABSENT))
         return None if value == _ABSENT.encode() else bytes(value)
 
     def read_many(self, keys: Sequence[str]) -> list[bytes]:
-        """See `Store`."""
+        """See `KeyValueStore`."""
         found: list[bytes] = []
         for start in range(0, len(keys), _BATCH):
             names = [self._name(key) for key in keys[start : start + _BATCH]]
@@ -112,20 +112,20 @@ class JobStore:
         return found
 
     def set(self, key: str, value: bytes) -> None:
-        """See `Store`."""
+        """See `KeyValueStore`."""
         self._call("set", key, lambda c: c.set(self._name(key), value.decode()))
 
     def claim(self, key: str, value: bytes) -> bytes:
-        """See `Store`."""
+        """See `KeyValueStore`."""
         name = self._name(key)
         return bytes(self._call("claim", key, lambda c: c.compare_set(name, "", value.decode())))
 
     def add(self, key: str, amount: int = 1) -> int:
-        """See `Store`."""
+        """See `KeyValueStore`."""
         return int(self._call("add to", key, lambda c: c.add(self._name(key), amount)))
 
     def wait(self, key: str, seconds: float) -> bool:
-        """See `Store`. torch's client prints two lines on stderr when the time is over."""
+        """See `KeyValueStore`. torch's client prints two lines on stderr when the time is over."""
         limit = timedelta(milliseconds=max(1, round(seconds * 1000)))
         try:
             self._call("wait for", key, lambda c: c.wait([self._name(key)], limit))
@@ -135,16 +135,16 @@ class JobStore:
             return self.read(key) is not None
 
     def delete(self, keys: Iterable[str]) -> None:
-        """See `Store`."""
+        """See `KeyValueStore`."""
         for key in keys:
             self._call("delete", key, methodcaller("delete_key", self._name(key)))
 
     def clone(self) -> JobStore:
-        """See `Store`."""
+        """See `KeyValueStore`."""
         return JobStore(self._origin, self._prefix, timeout_s=self._timeout_s)
 
     def below(self, part: str) -> JobStore:
-        """See `Store`."""
+        """See `KeyValueStore`."""
         return JobStore(self._origin, self._name(part), timeout_s=self._timeout_s)
 
     def plain(self, part: str) -> Any:

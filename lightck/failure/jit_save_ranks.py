@@ -12,7 +12,7 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
-from lightck.distributed.store import Store
+from lightck.distributed.store import KeyValueStore
 from lightck.distributed.topology import Topology
 from lightck.errors import LightckError
 from lightck.failure.hang import CollectivePosition
@@ -48,7 +48,7 @@ class RankJitSaver(JitSaver):
 
     @classmethod
     def create(
-        cls, saver: JitSaver, topology: Topology, store: Store, *, process_durable: bool
+        cls, saver: JitSaver, topology: Topology, store: KeyValueStore, *, process_durable: bool
     ) -> RankJitSaver:
         """Turn a handle's saver into one of several ranks; listening begins.
 

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
-from lightck.distributed.store import Store
+from lightck.distributed.store import KeyValueStore
 from lightck.distributed.topology import Topology
 from lightck.errors import LightckError, StoreError
 from lightck.events import event
@@ -113,7 +113,7 @@ class PeerMonitor:
     """
 
     def __init__(
-        self, store: Store, topology: Topology, place: Location, *, poll_s: float = POLL_S
+        self, store: KeyValueStore, topology: Topology, place: Location, *, poll_s: float = POLL_S
     ) -> None:
         """Start to watch, on threads of its own.
 

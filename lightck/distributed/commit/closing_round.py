@@ -12,7 +12,7 @@ from contextlib import suppress
 
 from lightck.distributed.commit.protocol import UNLIKE
 from lightck.distributed.rounds import AgreementRounds, Message
-from lightck.distributed.store import Store, bounded
+from lightck.distributed.store import KeyValueStore, bounded
 from lightck.errors import CoordinationError, StoreError
 
 _SHORT_S = 5.0
@@ -21,7 +21,7 @@ _SHORT_S = 5.0
 class ClosingRound:
     """The closing round of one attach. Used on the training thread."""
 
-    def __init__(self, store: Store, rank: int, world: int) -> None:
+    def __init__(self, store: KeyValueStore, rank: int, world: int) -> None:
         """Use `store`, which must be below a prefix of its own."""
         self._store = store
         self._rounds = AgreementRounds(store, rank, world)

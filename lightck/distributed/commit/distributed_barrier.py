@@ -37,7 +37,7 @@ from lightck.distributed.commit.protocol import (
 from lightck.distributed.divergence import Divergence, ReplicaSamples, SuspectMarks
 from lightck.distributed.rendezvous import Rendezvous
 from lightck.distributed.rounds import Identity, agree_on_attach
-from lightck.distributed.store import Store
+from lightck.distributed.store import KeyValueStore
 from lightck.errors import CoordinationError, LightckError, StoreError
 from lightck.policy import EverySteps
 from lightck.region.region import Region
@@ -154,7 +154,9 @@ class DistributedBarrier:
         self._region.follow_ranks(self.reusable)
         return timeline
 
-    def start(self, store: Store, timeline: int, restored: tuple[int, int] | None = None) -> None:
+    def start(
+        self, store: KeyValueStore, timeline: int, restored: tuple[int, int] | None = None
+    ) -> None:
         """Start the threads over `store`, below a prefix that belongs to this attach alone."""
         rank, world = self._ranks.rank, self._ranks.world
         self._store, self._watcher_store = store, store.clone()

@@ -9,7 +9,7 @@ from lightck.config import Config
 from lightck.distributed.commit.distributed_barrier import DistributedBarrier
 from lightck.distributed.divergence import ReplicaSamples
 from lightck.distributed.rendezvous import Rendezvous
-from lightck.distributed.store import Store
+from lightck.distributed.store import KeyValueStore
 from lightck.policy import AtSteps, EverySteps
 from lightck.types import Fate, Moment
 
@@ -17,7 +17,7 @@ NEVER = AtSteps([10**9])  # steps are due if they were announced
 
 
 def barrier(
-    store: Store,
+    store: KeyValueStore,
     rank: int,
     world: int,
     *,

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from lightck.distributed.commit.protocol import Add, Call, Claim, CommitProtocol, DueStep, Read
-from lightck.distributed.store import Store
+from lightck.distributed.store import KeyValueStore
 from lightck.types import Fate
 
 _PREFIX = len("/default_pg/0//lightck/" + 32 * "f" + "/" + 16 * "f" + "/")
@@ -171,7 +171,7 @@ class Simulation:
         self._send(rank, now, lambda done: self._at(done + self.costs.wire_s, heard))
 
 
-def measure(connect: Callable[[], Store], *, clients: int = 4, calls: int = 2000) -> Costs:
+def measure(connect: Callable[[], KeyValueStore], *, clients: int = 4, calls: int = 2000) -> Costs:
     """Service time of the real store under the load of several clients."""
     ready = threading.Barrier(clients + 1)
     connect().set("there", b"whole")
