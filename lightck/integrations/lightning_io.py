@@ -10,6 +10,7 @@ committed, and what Lightning removes is removed after that: at every instant on
 from __future__ import annotations
 
 import json
+import logging
 import os
 import threading
 from contextlib import ExitStack, suppress
@@ -20,6 +21,7 @@ import torch
 
 import lightck
 from lightck.errors import ConfigError, LightckError, NoSnapshotError, RegionBusyError
+from lightck.events import event
 from lightck.integrations import store_file
 
 try:
@@ -30,17 +32,17 @@ except ImportError as error:
     ) from error
 
 _INDEX = "checkpoints.json"
-"""Name of the file, in the store's folder, that has the path and number of every checkpoint."""
+"""Name of the file, in the store's folder, that has the path and step of every checkpoint."""
 
 
 class LightckCheckpointIO(CheckpointIO):  # type: ignore[misc]
     """Keep Lightning's checkpoints in a `lightck.Store`.
 
     A checkpoint is copied when `save_checkpoint` returns, and committed in the background. Each
-    that Lightning keeps takes a slot, and two more are needed to write: `slots=3`, which is what it
-    has unless told otherwise, for `ModelCheckpoint`'s defaults, `slots=6` for `save_top_k=3` with
-    `save_last=True`. Values that would not come back, such as objects among the hyperparameters,
-    are refused by their path.
+    that Lightning keeps takes a slot, and so does the one that it resumed from; two more are needed
+    to write. Unless told otherwise it has four, for `ModelCheckpoint`'s defaults; `save_top_k=3`
+    with `save_last=True` wants `slots=7`. Values that would not come back, such as objects among
+    the hyperparameters, are refused by their path.
 
     Checkpoints of `torch.save` are loaded as Lightning does it itself.
 
@@ -54,11 +56,14 @@ class LightckCheckpointIO(CheckpointIO):  # type: ignore[misc]
             path: folder of the store, beside Lightning's own files or elsewhere.
             **settings: as for `lightck.Store`.
         """
-        # One is kept, one was committed when a crash came before its file, one is written.
-        self._path, self._settings = Path(path).absolute(), {"slots": 3, **settings}
+        # One is kept, and the one resumed from; one was committed when a crash came before its
+        # file; one is written.
+        self._path, self._settings = Path(path).absolute(), {"slots": 4, **settings}
         self._store: lightck.Store | None = lightck.Store(self._path, **self._settings)
         self._held: dict[str, ExitStack] = {}
         """The holds on checkpoints' slots, by the path that Lightning gave it."""
+        self._resumed = ""
+        """Path of the checkpoint that was loaded last."""
         self._removed: list[str] = []
         """Paths to remove once the checkpoint that is under way is committed."""
         self._idle = threading.Event()
@@ -80,15 +85,21 @@ class LightckCheckpointIO(CheckpointIO):  # type: ignore[misc]
         if storage_options is not None:
             raise ConfigError(f"storage_options = {storage_options!r}: a store takes none")
         store, name = self._ready(), os.path.abspath(path)
-        number = 1 + max(store.steps(), default=0)
-        try:
-            future = store.save(checkpoint, number)
-        except RegionBusyError as error:
-            kept = ", ".join(sorted(self._held))
-            error.add_note(f"Lightning keeps {len(self._held)} checkpoints here: {kept}")
-            raise
+        os.makedirs(os.path.dirname(name), exist_ok=True)  # Lightning may link to it at once
+        step = 1 + max(store.steps(), default=0)
+        while True:
+            try:
+                future = store.save(checkpoint, step)
+            except RegionBusyError as error:
+                # With a code it is another process that owns the region.
+                if error.code is None and self._gave_up():
+                    continue
+                kept = ", ".join(sorted(self._held))
+                error.add_note(f"Lightning keeps {len(self._held)} checkpoints here: {kept}")
+                raise
+            break
         self._idle.clear()
-        future.add_done_callback(lambda done: self._committed(name, number, done.exception()))
+        future.add_done_callback(lambda done: self._committed(name, step, done.exception()))
 
     def load_checkpoint(
         self,
@@ -102,7 +113,7 @@ class LightckCheckpointIO(CheckpointIO):  # type: ignore[misc]
             NoSnapshotError: it is not in its store any more.
             ConfigError: `map_location` is another place than the CPU.
         """
-        self._ready()
+        self._settle()
         said = store_file.read(Path(path))
         if said is None:
             found: dict[str, Any] = TorchCheckpointIO().load_checkpoint(
@@ -111,8 +122,9 @@ class LightckCheckpointIO(CheckpointIO):  # type: ignore[misc]
             return found
         if map_location is not None and torch.device(map_location).type != "cpu":
             raise ConfigError(f"map_location = {map_location!r}: a store loads to the CPU")
-        where, number = said
-        loaded: dict[str, Any] = lightck.Store(where).load(number)
+        self._resumed = os.path.realpath(path)
+        where, step = said
+        loaded: dict[str, Any] = lightck.Store(where).load(step)
         return loaded
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
@@ -134,31 +146,32 @@ class LightckCheckpointIO(CheckpointIO):  # type: ignore[misc]
         store, self._store = self._store, None
         if store is not None:
             store.close()
-        self._raise()
+        self._settle()
 
     def _ready(self) -> lightck.Store:
         """Return the store once no checkpoint is under way; what Lightning keeps there is held."""
-        self._idle.wait()
-        self._raise()
+        self._settle()
         if self._store is None:
             self._store = lightck.Store(self._path, **self._settings)
         if not self._held:
-            for name, number in self._index().items():
-                if store_file.read(Path(name)) == (self._path, number):
+            for name, step in self._index()[0].items():
+                if store_file.read(Path(name)) == (self._path, step):
                     with suppress(NoSnapshotError):
-                        self._held[name] = self._store.hold(number)
+                        self._held[name] = self._store.hold(step)
         return self._store
 
-    def _raise(self) -> None:
+    def _settle(self) -> None:
+        """Wait until no checkpoint is under way, and raise what the last one has met."""
+        self._idle.wait()
         error, self._error = self._error, None
         if error is not None:
             raise error
 
-    def _committed(self, name: str, number: int, error: BaseException | None) -> None:
+    def _committed(self, name: str, step: int, error: BaseException | None) -> None:
         """Write the file of a checkpoint that is committed, and remove what waited for it."""
         try:
             if error is None:
-                self._publish(name, number)
+                self._publish(name, step)
                 self._remove()
         except (LightckError, OSError) as theirs:
             error = theirs
@@ -166,17 +179,17 @@ class LightckCheckpointIO(CheckpointIO):  # type: ignore[misc]
             self._error = error
             self._idle.set()
 
-    def _publish(self, name: str, number: int) -> None:
+    def _publish(self, name: str, step: int) -> None:
         assert self._store is not None
-        held = self._store.hold(number)
+        held = self._store.hold(step)
         if name in self._held:
             self._held[name].close()
         self._held[name] = held
-        known = {**self._index(), name: number}
-        kept = {n: k for n, k in known.items() if n == name or os.path.lexists(n)}
-        store_file.write(self._path / _INDEX, kept)
-        Path(name).parent.mkdir(parents=True, exist_ok=True)
-        store_file.point(Path(name), self._path, number)
+        steps, resumed = self._index()
+        kept = {n: k for n, k in {**steps, name: step}.items() if n == name or os.path.lexists(n)}
+        left = [n for n in {*resumed, self._resumed} if n in kept and n != name]
+        store_file.write(self._path / _INDEX, {"steps": kept, "resumed": left})
+        store_file.point(Path(name), self._path, step)
 
     def _remove(self) -> None:
         removed, self._removed = self._removed, []
@@ -186,9 +199,27 @@ class LightckCheckpointIO(CheckpointIO):  # type: ignore[misc]
             if name in self._held:
                 self._held.pop(name).close()
 
-    def _index(self) -> dict[str, int]:
+    def _gave_up(self) -> bool:
+        """Give up the oldest checkpoint that an earlier run resumed from; return whether one was.
+
+        Lightning removes none that it resumes from, and forgets them: each run would take a slot
+        more.
+        """
+        steps, resumed = self._index()
+        left = [n for n in resumed if n in self._held and n != self._resumed]
+        if not left:
+            return False
+        oldest = min(left, key=lambda name: steps.get(name, 0))
+        why = "an earlier run resumed from it, and no other slot is free"
+        event("checkpoint_removed", logging.WARNING, path=oldest, why=why)
+        self._removed.append(oldest)
+        self._remove()
+        return True
+
+    def _index(self) -> tuple[dict[str, int], list[str]]:
+        """Return the step of every checkpoint's path, and the paths that runs resumed from."""
         try:
             said = json.loads((self._path / _INDEX).read_text())
-        except (FileNotFoundError, ValueError):
-            return {}
-        return said if isinstance(said, dict) else {}
+            return dict(said["steps"]), list(said["resumed"])
+        except (FileNotFoundError, ValueError, KeyError, TypeError):
+            return {}, []

@@ -37,7 +37,7 @@ _WITHOUT_TORCH = {*_STANDARD_LIBRARY, "region"}
 # Faces use what users use; __init__ hands out names of these, the marks of instants, the sampler.
 _FACES_USE = {
     *("attach", "store", "handle", "restore", "load", "examine", "pmdk", "watch", "removal"),
-    *("config", "errors", "policy", "types", "__init__"),
+    *("config", "errors", "events", "policy", "types", "__init__"),
     "failure",
 }
 _HANDED_OUT = {
