@@ -28,6 +28,23 @@ def train(steps=1):
         optimizer.zero_grad()
 """
 
+_LIGHTNING = """
+import lightning
+
+class Module(lightning.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Linear(8, 4)
+
+    def training_step(self, batch, index):
+        return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters())
+
+module = Module()
+"""
+
 SETUP = {
     "every page": _EVERY,
     "cli": _TRAINED
@@ -55,25 +72,13 @@ os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "RANK": "0", "WOR
 """,
     "failures": _TRAINED,
     "migration": _TRAINED
+    + _LIGHTNING
     + """
-import lightning
-
-class Module(lightning.LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.net = nn.Linear(8, 4)
-
-    def training_step(self, batch, index):
-        return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
-
-    def configure_optimizers(self):
-        return torch.optim.AdamW(self.parameters())
-
-module = Module()
 loader = DataLoader(data, batch_size=16)
 schedule = torch.optim.lr_scheduler.ConstantLR(optimizer)
 """,
     "optimizers": _TRAINED,
+    "store": _TRAINED + _LIGHTNING,
     "frameworks": """
 class Net(nn.Module):
     def __init__(self):
