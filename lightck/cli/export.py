@@ -107,6 +107,11 @@ def _safetensors(arguments: argparse.Namespace, draft: Path) -> tuple[int, list[
             raise Refusal(f"two tensors would be called {name}; export without --all")
         else:
             kept[name] = tensor.contiguous()
+    if tensors and not kept:
+        raise Refusal(
+            "it holds no model's tensors (a store has state dicts): --all takes every tensor,"
+            " --format torch everything"
+        )
     try:
         save_file(kept, draft, metadata=metadata)
     except (KeyError, ValueError, SafetensorError) as error:

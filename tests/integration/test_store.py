@@ -322,6 +322,21 @@ def test_nothing_there_is_told_apart_from_something(run_dir: Path) -> None:
     assert not run_dir.exists()
 
 
+def test_the_commands_read_a_store(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("safetensors", reason="SKIPPED: safetensors is not installed")
+    from lightck.cli.main import main
+
+    with lightck.Store(run_dir) as store:
+        store.save(full(1), 7).result(SECONDS)
+    out = run_dir.parent / "out.safetensors"
+    for command in ("ls", "inspect", "verify"):
+        assert main([command, str(run_dir)]) == 0 and "7" in capsys.readouterr().out
+    assert main(["export", str(run_dir), str(out)]) != 0
+    assert "--all takes every tensor" in capsys.readouterr().err and not out.exists()
+    assert main(["export", str(run_dir), str(out), "--all"]) == 0
+    assert out.stat().st_size > 50_000
+
+
 def flip(folder: Path, step: int) -> None:
     """Flip a bit of the largest tensor of a step."""
     region, recovery = open_and_recover(location.locate(folder, 0, create=False))
