@@ -85,7 +85,8 @@ _NOT_COME = """\
 did not come: training was never there in that step, on that rank. restore and save come only behind
 another fault, evaluation only where there is a forward without gradients after the step"""
 
-_NO_LOSSES = """AS BEFORE is ?: the training writes no losses to $LIGHTCK_CHAOS_LOSSES (lightck chaos --help), so
+_NO_LOSSES = """\
+AS BEFORE is ?: the training writes no losses to $LIGHTCK_CHAOS_LOSSES (lightck chaos --help), so
 that only the states at the end were compared"""
 
 
