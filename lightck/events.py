@@ -22,7 +22,7 @@ PATIENCE_S = 5.0
 def event(
     name: str, /, level: int = logging.INFO, *, sentence: str | None = None, **fields: Any
 ) -> None:
-    """Log an event as `name key=value ...`, or as a sentence, and tell all subscribers of it.
+    """Log `lightck: name key=value ...`, or a sentence, and tell all subscribers of the event.
 
     A handler finds the parts on the record: `record.lightck_event` and `record.lightck`, a dict
     that `json.dumps` takes (see `as_plain`). Nothing is formatted unless somebody listens.
@@ -33,6 +33,8 @@ def event(
     plain = {key: as_plain(value) for key, value in fields.items()}
     if logged:
         text = sentence or f"{name} " + " ".join(f"{key}={value}" for key, value in plain.items())
+        # Where no handler is configured, Python prints the text alone: it says whose it is.
+        text = f"lightck: {text}"
         extra = {"lightck_event": name, "lightck": plain}
         log.log(level, "%s", text, extra=extra, stacklevel=2)
     for each in subscribers:

@@ -38,6 +38,7 @@ import lightck
 from lightck.region.region import Region
 from support.distributed import ranks
 from support.distributed.resumed import same, state_of
+from support.proof import record
 
 
 class Frozen(Mortal):
@@ -101,6 +102,7 @@ def test_a_rank_that_stands_still_costs_no_step_that_another_has(
     info = go_on(region_dir, 2)
     assert info is not None and info.step == (AT - 1 if phase in BEFORE else AT)
     assert info.early == (phase not in BEFORE)
+    record(f"frozen {phase.replace(' ', '-')}", {"lost": AT - info.step})
 
 
 @pytest.mark.parametrize("phase", ["backward", "half"])
@@ -170,6 +172,7 @@ def test_a_rank_that_stops_at_any_of_a_hundred_instants_costs_no_step(region_dir
     print(f"seed {seed}")
     for i in range(100):
         random_stop(region_dir / f"{i}", random.Random(seed + i))
+    record("frozen-anywhere", {"stops": 100})
 
 
 def test_who_goes_on_after_all_has_lost_nothing(region_dir: Path) -> None:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import IO
 
 import pytest
+import yaml
 
 import lightck
 from lightck.cli.chaos.runner import descendants
@@ -40,12 +41,12 @@ class Example:
 
     name: str
     path: str
-    epochs: int
+    length: tuple[str, str]
     ranks: int = 1
 
     @property
     def command(self) -> list[str]:
-        script = [str(_ROOT / "examples" / f"{self.name}.py"), "--epochs", str(self.epochs)]
+        script = [str(_ROOT / "examples" / f"{self.name}.py"), *self.length]
         if self.ranks == 1:
             return [sys.executable, *script]
         launcher = ["torch.distributed.run", "--standalone", f"--nproc-per-node={self.ranks}"]
@@ -54,9 +55,10 @@ class Example:
 
 _STEPS = 192
 _EXAMPLES = [
-    Example("minimal", "run", 6),
-    Example("ddp", "run-ddp", 12, ranks=2),
-    Example("fsdp2", "run-fsdp2", 12, ranks=2),
+    Example("minimal", "run", ("--epochs", "6")),
+    Example("nanogpt", "run-nanogpt", ("--steps", "192")),
+    Example("ddp", "run-ddp", ("--epochs", "12"), ranks=2),
+    Example("fsdp2", "run-fsdp2", ("--epochs", "12"), ranks=2),
 ]
 
 
@@ -236,10 +238,28 @@ def test_each_is_short_and_says_how_it_is_started() -> None:
     assert [file.stem for file in files] == sorted(each.name for each in _EXAMPLES)
     for file in files:
         text = file.read_text()
-        assert len(text.splitlines()) <= 80, file.name
+        assert len(text.splitlines()) <= 90, file.name
         command = next(
             line.split("#")[0].strip()
             for line in (ast.get_docstring(ast.parse(text)) or "").splitlines()
             if f"examples/{file.name}" in line
         )
         assert command in guide, f"{file.name}: its command is not in examples/README.md"
+
+
+def test_what_clusters_are_given_names_what_is_there_and_leaves_time_to_save() -> None:
+    text = (_ROOT / "examples" / "slurm.sbatch").read_text()
+    subprocess.run(["bash", "-n"], input=text, text=True, check=True)
+    assert re.search(r"^#SBATCH --signal=TERM@(\d+)$", text, re.M) and "/ddp.py" in text
+    pod = next(
+        each["spec"]["template"]["spec"]
+        for each in yaml.safe_load_all((_ROOT / "examples" / "kubernetes.yaml").read_text())
+        if each["kind"] == "Job"
+    )
+    assert pod["terminationGracePeriodSeconds"] > lightck.Failure().grace_s
+    (container,) = pod["containers"]
+    python, script = container["command"]
+    assert python == "python" and (_ROOT / script).exists()
+    assert {each["name"] for each in container["volumeMounts"]} == {
+        each["name"] for each in pod["volumes"]
+    }

@@ -75,7 +75,7 @@ def test_what_comes_at_every_step_is_said_at_debug_only(told: list[logging.LogRe
     assert not {"committed", "slipped", "schedule", "dead"} & set(seen)
     (restored,) = [r for r in told if r.__dict__["lightck_event"] == "restored"]
     assert restored.levelno == logging.INFO
-    assert restored.getMessage().startswith("restored step 20, next is 21")
+    assert restored.getMessage().startswith("lightck: restored step 20, next is 21")
 
 
 def test_a_close_sums_up_what_the_run_came_to(told: list[logging.LogRecord]) -> None:

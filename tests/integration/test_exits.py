@@ -23,7 +23,7 @@ from support.loops import Loop, adam_loop, mlp, of_live, steps_at
 def reasons(caplog: pytest.LogCaptureFixture) -> list[str]:
     """Return the reasons of the saves just in time."""
     texts = [record.getMessage() for record in caplog.records]
-    return [text.split()[1] for text in texts if text.startswith("saved reason=")]
+    return [text.split()[2] for text in texts if text.startswith("lightck: saved reason=")]
 
 
 @pytest.mark.parametrize("code", [None, 0, False])

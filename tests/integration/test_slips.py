@@ -102,8 +102,8 @@ def test_a_slipped_snapshot_is_made_at_the_next_step_due_or_not(
     loop.run(5)  # opens 12 (slips) and 13 (slips): each at its next forward
     assert handle.stats().slipped == 2
     assert [r.getMessage() for r in caplog.records if "slipped" in r.getMessage()] == [
-        "slipped step=12 why=every slot is busy",
-        "slipped step=13 why=every slot is busy",
+        "lightck: slipped step=12 why=every slot is busy",
+        "lightck: slipped step=13 why=every slot is busy",
     ]
     del held
     gc.collect()

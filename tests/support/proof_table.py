@@ -199,6 +199,25 @@ def faults(proofs: Mapping[str, Numbers]) -> list[str]:
         "such as pass (stop, gil, slow, full, network), in the same places:"
         f" {sum(seen['faults'] for seen in passed)}, steps lost: {sum(waited)}.",
         "",
+        *frozen(proofs),
+    ]
+
+
+FROZEN = ("forward", "backward", "fence", "half", "updated", "step-end", "loop")
+
+
+def frozen(proofs: Mapping[str, Numbers]) -> list[str]:
+    """Render what a rank costs that stands still for good, in steps, by where it stands.
+
+    Runs are `frozen PLACE`, and `frozen-anywhere` at random instants.
+    """
+    lost = [str(proofs.get(f"frozen {place}", {}).get("lost", "-")) for place in FROZEN]
+    heads = ["half an update" if place == "half" else place.replace("-", " ") for place in FROZEN]
+    stops = proofs.get("frozen-anywhere", {}).get("stops", 0)
+    return [
+        *table(["one of two ranks stands still for good in", *heads], [["steps lost", *lost]]),
+        f"At random instants: {stops} stops, each back at the step that was saved whole, golden.",
+        "",
     ]
 
 

@@ -65,9 +65,9 @@ def test_a_record_has_the_event_and_plain_fields_and_text_for_people(
     event("moved", logging.DEBUG, path=Path("/run"), error=OSError(5, "no"), n=np.int32(3))
     event("restored", sentence="restored step 3, next is 4", step=3)
     first, second = caplog.records
-    assert first.getMessage() == "moved path=/run error=[Errno 5] no n=3"
+    assert first.getMessage() == "lightck: moved path=/run error=[Errno 5] no n=3"
     assert first.__dict__["lightck"] == {"path": "/run", "error": "[Errno 5] no", "n": 3}
     assert first.filename == second.filename == Path(__file__).name
-    assert second.getMessage() == "restored step 3, next is 4"
+    assert second.getMessage() == "lightck: restored step 3, next is 4"
     assert second.__dict__["lightck_event"] == "restored"
     assert second.__dict__["lightck"] == {"step": 3}

@@ -85,6 +85,10 @@ _NOT_COME = """\
 did not come: training was never there in that step, on that rank. restore and save come only behind
 another fault, evaluation only where there is a forward without gradients after the step"""
 
+_NO_LOSSES = """\
+AS BEFORE is ?: the training writes no losses to $LIGHTCK_CHAOS_LOSSES (lightck chaos --help), so
+that only the states at the end were compared"""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
@@ -280,6 +284,8 @@ def _report(document: dict[str, Any]) -> str:
             parts += ["if it draws from one, no two runs are alike: seed it (torch.manual_seed)"]
     if any(not row["fired"] for row in document["faults"]):
         parts += ["", _NOT_COME]
+    if not document["losses_compared"]:
+        parts += ["", _NO_LOSSES]
     if document["losses_missing"]:
         missing = ", ".join(document["losses_missing"][:10])
         parts += ["", f"losses that were never written, of a step that had ended: {missing}"]
