@@ -267,6 +267,22 @@ def test_a_reader_that_holds_every_other_slot_is_named(run_dir: Path) -> None:
         assert number_of(store.load()) == 3
 
 
+def test_what_is_held_stays_while_others_come_and_go(run_dir: Path) -> None:
+    with lightck.Store(run_dir, slots=3) as store:
+        for step in (1, 2, 3):
+            store.save(full(step), step).result(SECONDS)
+        with store.hold(2):
+            for step in (4, 5, 6):
+                store.save(full(step), step).result(SECONDS)
+            assert store.steps() == [6, 5, 2] and number_of(store.load(2)) == 2
+        store.save(full(7), 7).result(SECONDS)
+        assert store.steps() == [7, 6, 5]
+        with pytest.raises(lightck.NoSnapshotError, match=r"no step 2 to hold; there: \[7, 6, 5\]"):
+            store.hold(2)
+    with pytest.raises(lightck.NoSnapshotError, match="there: nothing"):
+        lightck.Store(run_dir.parent / "none").hold(1)
+
+
 def test_one_process_saves_and_others_load(run_dir: Path) -> None:
     with lightck.Store(run_dir) as store:
         store.save(full(1), 1).result(SECONDS)
