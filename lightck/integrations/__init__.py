@@ -1,0 +1,1 @@
+"""Frameworks' own loops, checkpointed by a few lines; each module imports one framework."""
