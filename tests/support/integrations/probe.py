@@ -26,6 +26,8 @@ PATH = os.environ.get("PROBE_PATH", "./run")
 PARAMS: dict[str, Any] = json.loads(os.environ.get("PROBE_PARAMS", "{}"))
 _KILL = os.environ.get("PROBE_KILL", "")
 _OUT = Path(os.environ.get("PROBE_OUT", "."))
+_began: list[int] = []
+"""The steps at which this life was asked, the first one first."""
 PATIENCE_S = 20.0
 """Seconds that a script waits, before it dies, for the snapshot that its next life goes on from."""
 
@@ -46,12 +48,17 @@ def note(key: str, value: Any) -> None:
 
 
 def here(place: str, handle: Any = None) -> None:
-    """Die by SIGKILL if this is the place; wait before until the step before the last is safe."""
+    """Die by SIGKILL if this is the place; wait before until the step before the last is safe.
+
+    It must be called at every such place, whichever is the one.
+    """
+    if handle is not None:
+        _began.append(handle.step)
     if place != _KILL:
         return
     end = time.monotonic() + PATIENCE_S
     while handle is not None and time.monotonic() < end:
-        if (handle.last_committed_step or 0) >= handle.step - 1:
+        if (handle.last_committed_step or _began[0]) >= handle.step - 1:
             break
         time.sleep(0.01)
     sys.stdout.flush()
