@@ -1,1 +1,1 @@
-"""Frameworks' own loops, checkpointed by a few lines; each module imports one framework."""
+"""Integrations: one module per framework, which nothing else imports, with the framework inside."""
