@@ -107,6 +107,8 @@ def main() -> None:
     """Import what is named on the command line, and serve until stdin ends."""
     import faulthandler
 
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # frameworks print where they are imported
     import torch
 
     import lightck
@@ -125,7 +127,7 @@ def main() -> None:
             answer: dict[str, Any] = {"status": serve(json.loads(line))}
         except Exception:
             answer = {"error": traceback.format_exc()}
-        print(json.dumps(answer), flush=True)
+        print(json.dumps(answer), file=answers, flush=True)
 
 
 if __name__ == "__main__":
