@@ -38,3 +38,10 @@ def test_an_engine_on_two_ranks_goes_on_bit_for_bit(
     chain("deepspeed_engine.py", params=params, ranks=2).check(
         "forward 0", "forward 3", "forward 5", "validation 0.1", "forward 6"
     )
+
+
+def test_every_name_of_the_engine_that_is_used_is_there_and_what_is_inexact_is_refused(
+    chain: Callable[..., Chain],
+) -> None:
+    made = chain("deepspeed_refusals.py")
+    assert made.life(on=True) == [0], made.log

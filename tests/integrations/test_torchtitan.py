@@ -27,3 +27,10 @@ def test_the_trainer_goes_on_bit_for_bit(
 
 def test_the_trainer_on_two_ranks_of_fsdp2_goes_on_bit_for_bit(chain: Callable[..., Chain]) -> None:
     chain("torchtitan_trainer.py", params={"augment": True, "accumulate": 2}, ranks=2).check(*PLACES)
+
+
+def test_the_base_class_and_its_settings_are_those_that_the_manager_was_made_for(
+    chain: Callable[..., Chain],
+) -> None:
+    made = chain("torchtitan_seams.py")
+    assert made.life(on=True) == [0], made.log

@@ -13,6 +13,7 @@ import deepspeed
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
@@ -29,7 +30,10 @@ if "WORLD_SIZE" not in os.environ:
 deepspeed.init_distributed("gloo", verbose=False)
 torch.manual_seed(3)
 accumulate, half = param("accumulate", 1), param("half", False)
-net = Net()
+# A batch norm in bf16 does not validate on the CPU.
+net: nn.Module = Net()
+if half:
+    net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 4))
 optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
 config: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": accumulate,
