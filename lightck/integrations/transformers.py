@@ -226,7 +226,7 @@ class _Inside:
             setattr(trainer, name, value)
         trainer._tr_loss.fill_(state["loss"])
         saved = list(state["callbacks"])
-        for each in self._exportable():
+        for each in self._exportable()[:-1]:  # the control's flags are for a step that is over
             mine = next((pair for pair in saved if pair[0] == type(each).__name__), None)
             if mine is not None:
                 saved.remove(mine)
@@ -234,8 +234,8 @@ class _Inside:
                     setattr(each, name, value)
 
     def _exportable(self) -> list[Any]:
-        """Return the callbacks that keep a state; the control's flags are of the step before."""
-        every = self._trainer.callback_handler.callbacks
+        """Return the callbacks that keep a state, and the control, as the Trainer does."""
+        every = [*self._trainer.callback_handler.callbacks, self._trainer.control]
         return [each for each in every if isinstance(each, ExportableState)]
 
 
@@ -248,7 +248,7 @@ def _as_json(state: dict[str, Any]) -> str:
         **state["state"],
         **dict.fromkeys(_OF_RANKS, True),
         "log_history": [json.loads(each) for each in state["log"]],
-        "stateful_callbacks": callbacks,
+        "stateful_callbacks": {k: v[0] if len(v) == 1 else v for k, v in callbacks.items()},
     }
     return json.dumps(every, indent=2, sort_keys=True) + "\n"
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import logging
-import os
 import random
 import warnings
 from typing import Any
@@ -14,7 +11,7 @@ import torch
 import transformers
 from torch import nn
 from torch.nn import functional as F
-from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, TrainingArguments
+from transformers import EarlyStoppingCallback, Trainer, TrainingArguments
 
 from support.integrations import probe
 from support.integrations.probe import ON, Data, Net, here, param, tell
@@ -66,11 +63,6 @@ class Tells(Trainer):
     def log(self, logs: dict[str, float], *given: Any) -> None:
         tell(f"log at {self.state.global_step}: {sorted(logs)}", untimed(logs))
         super().log(logs, *given)
-
-
-class Epochs(TrainerCallback):
-    def on_epoch_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        tell(f"epoch at {state.global_step}", state.epoch)
 
 
 def untimed(logs: dict[str, Any]) -> dict[str, Any]:
@@ -125,13 +117,14 @@ arguments = TrainingArguments(
     remove_unused_columns=False,
     ddp_find_unused_parameters=False,
 )
+stopping = EarlyStoppingCallback(param("patience", 3), 0.05)
 rows = Tokens if peft else Rows
 trainer = Tells(
     lora() if peft else Model(),
     arguments,
     train_dataset=rows(augment=param("augment", False)),
     eval_dataset=rows(10),
-    callbacks=[EarlyStoppingCallback(param("patience", 3), 0.05), Epochs()],
+    callbacks=[stopping],
 )
 resume = None
 if ON:
@@ -147,7 +140,5 @@ trainer.train(resume_from_checkpoint=resume)
 state = trainer.state
 tell("end", [state.global_step, state.epoch, state.best_metric, state.best_global_step])
 tell("history", [untimed(each) for each in state.log_history])
-tell("stopping", trainer.callback_handler.callbacks[-3 if ON else -2].__dict__ if False else [
-    each.early_stopping_patience_counter for each in trainer.callback_handler.callbacks
-    if isinstance(each, EarlyStoppingCallback)])  # fmt: skip
+tell("stopping", stopping.early_stopping_patience_counter)
 probe.end(trainer.model)
