@@ -16,7 +16,8 @@ from collections.abc import Iterator, Mapping
 from types import TracebackType
 from typing import Any, Self
 
-from torch.utils.data import IterableDataset
+import torch
+from torch.utils.data import IterableDataset, RandomSampler, Sampler
 
 import lightck
 from lightck.errors import ConfigError
@@ -99,8 +100,8 @@ class Lightck:
         Raises:
             ConfigError: the place in this loader could not be found again; it says what to write.
         """
-        place, sampler = self._place, _sampler(loader)
         self._refuse(loader)
+        place, sampler = self._place, _ordered(loader, self._place)
         if place.batch and not place.restored:  # the loop has left the last pass early
             place.begin(place.epoch + 1)
         behind, place.restored = place.batch if place.restored else 0, False
@@ -194,6 +195,24 @@ class _Place:
             generator.set_state(self.order["generator"])
 
 
+class _Ordered(Sampler[int]):
+    """Gives a shuffled pass its seed, drawn from the global generator as the sampler itself does."""
+
+    def __init__(self, inner: Any, place: _Place) -> None:
+        self._inner, self._place = inner, place
+
+    def __len__(self) -> int:
+        return len(self._inner)
+
+    def __iter__(self) -> Iterator[int]:
+        order = self._place.order
+        if "drawn" not in order:
+            order = self._place.order = {"drawn": int(torch.empty((), dtype=torch.int64).random_())}
+        self._inner.generator = torch.Generator()
+        self._inner.generator.manual_seed(order["drawn"])
+        yield from self._inner
+
+
 class _AtStep:
     """The place where the step ended."""
 
@@ -222,7 +241,19 @@ class _AtForward(_AtStep):
         place = self._place
         if state["epoch"] != place.epoch:
             place.begin(state["epoch"])
-            place.order, place.restored = state["order"], True
+            # What a pass draws where it begins, a resumed one draws there again.
+            place.order = {} if "drawn" in state["order"] else state["order"]
+            place.restored = True
+
+
+def _ordered(loader: Any, place: _Place) -> Any:
+    """Return the loader's sampler; one that draws its order's seed is wrapped first."""
+    sampler = _sampler(loader)
+    if type(sampler) is RandomSampler and sampler.generator is None:
+        batches = loader.batch_sampler
+        sampler = _Ordered(sampler, place)
+        getattr(batches, "batch_sampler", batches).sampler = sampler
+    return sampler
 
 
 def _prepared(accelerator: Any) -> tuple[list[Any], list[Any], dict[str, Any]]:

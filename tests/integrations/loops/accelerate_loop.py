@@ -65,8 +65,6 @@ loader: Any = DataLoader(
 model: Any = Net()
 optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.01)
 schedule: Any = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
-if probe.RANK == 0 or sampler is None:
-    pass
 model, optimizer, schedule = accelerator.prepare(model, optimizer, schedule)
 if sampler is None or accelerator.num_processes == 1:
     loader = accelerator.prepare(loader)
