@@ -78,9 +78,9 @@ with run:
             engine.step()
             tell(f"loss {at}", loss)
             tell(f"counters behind {at}", [engine.global_steps, engine.global_samples,
-                 engine.skipped_steps, engine.get_lr(), engine.lr_scheduler.get_last_lr()])  # fmt: skip
+                 engine.skipped_steps, engine.get_lr()])  # fmt: skip
             if ON:
-                assert handle.step == engine.global_steps
+                assert handle.step == engine.global_steps, (handle.step, engine.global_steps, at, run.info)
         engine.eval()
         for i, (x, y) in enumerate(held):
             here(f"validation {epoch}.{i}", handle)
