@@ -133,7 +133,7 @@ class _Preemption:
     def ask(self, model: nn.Module, handle: Handle) -> Callable[[], object]:
         """Ask from now on where a forward begins; return what ends that."""
 
-        @torch.compiler.disable
+        @torch.compiler.disable  # type: ignore[untyped-decorator]
         def before(module: nn.Module, args: Any) -> None:
             if module.training and torch.is_grad_enabled():
                 step = handle.step
@@ -153,5 +153,3 @@ class _Preemption:
         step_s = (time.monotonic() - self._at_s) / max(1, step - self._step)
         steps = min(_MOST_STEPS, max(1, round(POLL_S / max(step_s, 1e-6))))
         self._begin(step, step + int(broadcast_from_rank_zero(steps)))
-
-

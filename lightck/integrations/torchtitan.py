@@ -124,9 +124,11 @@ class LightckManager(BaseCheckpointManager):  # type: ignore[misc]
             raise NoSnapshotError(f"{self._path}: there is no snapshot of step {step}")
         loaded = self.info is not None or self._load_initial()
         if not config.load_only:
-            more = {"config": config.settings} if config.settings else {}
             self.handle = lightck.attach(
-                *where, extras=self._extras, policy=config.interval, **more
+                *where,
+                extras=self._extras,
+                policy=config.interval,
+                config=config.settings or None,
             )
         return loaded
 
@@ -166,7 +168,9 @@ class LightckManager(BaseCheckpointManager):  # type: ignore[misc]
             return
         error = sys.exception()  # torchtitan closes where it has caught it
         handle, self.handle = self.handle, None
-        handle.__exit__(type(error) if error else None, error, getattr(error, "__traceback__", None))
+        handle.__exit__(
+            type(error) if error else None, error, getattr(error, "__traceback__", None)
+        )
 
 
 _REFUSED: Mapping[str, str] = {
@@ -186,5 +190,3 @@ def _give_plain_state(loader: Any) -> None:
     if isinstance(loader, StatefulDataLoader):
         for name in ("state_dict", "load_state_dict"):
             vars(loader)[name] = partial(getattr(StatefulDataLoader, name), loader)
-
-

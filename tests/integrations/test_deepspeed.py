@@ -24,9 +24,7 @@ CASES: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("params", CASES, ids=lambda p: "-".join(f"{k}={v}" for k, v in p.items()))
-def test_an_engine_goes_on_bit_for_bit(
-    chain: Callable[..., Chain], params: dict[str, Any]
-) -> None:
+def test_an_engine_goes_on_bit_for_bit(chain: Callable[..., Chain], params: dict[str, Any]) -> None:
     chain("deepspeed_engine.py", params=params, seeded=params.get("workers", 0) > 0).check(*PLACES)
 
 

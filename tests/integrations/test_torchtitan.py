@@ -11,8 +11,9 @@ from support.integrations.chain import Chain
 
 FRAMEWORK = "torchtitan"
 MODULES = (
-    "torch.distributed.fsdp", "torchdata.stateful_dataloader", "datasets", "triton", "torch._dynamo",
-)  # fmt: skip
+    *("torch.distributed.fsdp", "torchdata.stateful_dataloader", "datasets"),
+    *("triton", "torch._dynamo"),
+)
 
 PLACES = ("forward 1", "forward 4", "forward 5", "validation 5.1", "forward 6", "validation 10.0")
 CASES: list[dict[str, Any]] = [{"augment": True}, {"accumulate": 2}, {"workers": 2}]
@@ -25,8 +26,12 @@ def test_the_trainer_goes_on_bit_for_bit(
     chain("torchtitan_trainer.py", params=params).check(*PLACES)
 
 
-def test_the_trainer_on_two_ranks_of_fsdp2_goes_on_bit_for_bit(chain: Callable[..., Chain]) -> None:
-    chain("torchtitan_trainer.py", params={"augment": True, "accumulate": 2}, ranks=2).check(*PLACES)
+def test_the_trainer_on_two_ranks_of_fsdp2_goes_on_bit_for_bit(
+    chain: Callable[..., Chain],
+) -> None:
+    chain("torchtitan_trainer.py", params={"augment": True, "accumulate": 2}, ranks=2).check(
+        *PLACES
+    )
 
 
 def test_the_base_class_and_its_settings_are_those_that_the_manager_was_made_for(

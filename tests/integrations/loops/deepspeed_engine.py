@@ -80,7 +80,12 @@ with run:
             tell(f"counters behind {at}", [engine.global_steps, engine.global_samples,
                  engine.skipped_steps, engine.get_lr()])  # fmt: skip
             if ON:
-                assert handle.step == engine.global_steps, (handle.step, engine.global_steps, at, run.info)
+                assert handle.step == engine.global_steps, (
+                    handle.step,
+                    engine.global_steps,
+                    at,
+                    run.info,
+                )
         engine.eval()
         for i, (x, y) in enumerate(held):
             here(f"validation {epoch}.{i}", handle)

@@ -69,7 +69,6 @@ def train(config: dict[str, Any]) -> None:
     handle = run.handle if run else None
     losses: list[float] = []
 
-
     def at(place: str) -> None:
         if place == probe._KILL:
             with open(died, "a") as file:
