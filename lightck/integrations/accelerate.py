@@ -36,8 +36,8 @@ class Lightck:
 
     Made after `accelerator.prepare`, it restores the newest whole snapshot below `path`, if there
     is one: the prepared models, optimizers and schedulers, what `register_for_checkpointing` was
-    given, the gradient scaler, the generators and the place in the data. `epochs` and `batches` then
-    go on with the batch that comes next. One line of the log, at INFO, says with which step.
+    given, the gradient scaler, the generators and the place in the data. `epochs` and `batches`
+    then go on with the batch that comes next. One line of the log, at INFO, says with which step.
 
     Thread: the training thread.
     """
@@ -87,7 +87,7 @@ class Lightck:
         return self.handle.step
 
     def epochs(self, count: int) -> Iterator[int]:
-        """Yield the number of each epoch below `count` that is not over, from the restored one on."""
+        """Yield the number of each epoch below `count`, from the restored one on."""
         while self._place.epoch < count:
             epoch = self._place.epoch
             yield epoch
@@ -142,10 +142,10 @@ class Lightck:
                 " without batches()"
             )
         kind = type(loader).__name__
-        write = 'write DataLoader(data, shuffle=True, ...), or sampler=lightck.ResumableSampler(data)'
         if not hasattr(loader, "base_dataloader"):
             raise ConfigError(
-                f"batches() was given a {kind} that accelerator.prepare has not returned: prepare it"
+                f"batches() was given a {kind} that accelerator.prepare has not returned: prepare"
+                " it"
             )
         if kind == "DataLoaderDispatcher":
             raise ConfigError(
@@ -155,7 +155,7 @@ class Lightck:
         if getattr(loader, "use_stateful_dataloader", False):
             raise ConfigError(
                 "the loader is prepared with use_stateful_dataloader=True, whose place Accelerate"
-                f" does not keep rightly: leave it out, lightck finds the place without it; {write}"
+                " does not keep rightly: leave it out, lightck finds the place without it"
             )
         if isinstance(loader.dataset, IterableDataset):
             raise ConfigError(
@@ -196,7 +196,7 @@ class _Place:
 
 
 class _Ordered(Sampler[int]):
-    """Gives a shuffled pass its seed, drawn from the global generator as the sampler itself does."""
+    """Gives a shuffled pass its seed, drawn globally as the sampler itself would."""
 
     def __init__(self, inner: Any, place: _Place) -> None:
         self._inner, self._place = inner, place
@@ -259,7 +259,7 @@ def _ordered(loader: Any, place: _Place) -> Any:
 def _prepared(accelerator: Any) -> tuple[list[Any], list[Any], dict[str, Any]]:
     """Return models, optimizers and extras: the one place that knows what Accelerate keeps.
 
-    `tests/integrations/test_accelerate_seams.py` names every attribute that is used here.
+    `tests/integrations/test_seams.py` names every attribute that is used here.
     """
     kind = accelerator.distributed_type.name
     if kind in _REFUSED:

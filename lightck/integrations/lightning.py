@@ -9,7 +9,6 @@ variable `LIGHTCK_LIGHTNING=1` not even that line: Lightning finds `callbacks` b
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -30,7 +29,6 @@ _REFUSED = {
     "FSDPStrategy": "shards by FSDP1, which lightck cannot restore: take ModelParallelStrategy",
     "DeepSpeedStrategy": "runs DeepSpeed: take DDPStrategy, or lightck.integrations.deepspeed",
     "XLAStrategy": "runs on XLA, which lightck does not follow",
-    "DDPFork": "",
 }
 """Strategies that cannot be restored exactly, and what to do."""
 _SAMPLER = "DataLoader(data, sampler=lightck.ResumableSampler(data, seed=1), ...)"
@@ -96,7 +94,7 @@ class LightckCallback(Checkpoint):  # type: ignore[misc]
             LightckError: as `lightck.restore` and `lightck.attach` raise them; the training has not
                 begun.
         """
-        inside = _Inside(trainer)
+        inside = _Loops(trainer)
         self._refuse(trainer, pl_module)
         extras = {**self._data(inside), **self._state(inside), **(self.extras or {})}
         where = (trainer.strategy.model, trainer.optimizers, self.path)
@@ -129,7 +127,7 @@ class LightckCallback(Checkpoint):  # type: ignore[misc]
             self.handle.__exit__(type(error) if error else None, error, getattr(
                 error, "__traceback__", None))  # fmt: skip
 
-    def _resumed(self, trainer: Any, inside: _Inside) -> None:
+    def _resumed(self, trainer: Any, inside: _Loops) -> None:
         if trainer.ckpt_path is not None:
             assert self.info is not None
             raise ConfigError(
@@ -141,7 +139,11 @@ class LightckCallback(Checkpoint):  # type: ignore[misc]
 
     def _refuse(self, trainer: Any, module: Any) -> None:
         strategy = next(
-            (name for each in type(trainer.strategy).__mro__ if (name := each.__name__) in _REFUSED),
+            (
+                name
+                for each in type(trainer.strategy).__mro__
+                if (name := each.__name__) in _REFUSED
+            ),
             None,
         )
         if strategy is not None:
@@ -159,13 +161,13 @@ class LightckCallback(Checkpoint):  # type: ignore[misc]
             base = pl.LightningModule if each is module else pl.Callback
             if type(each).on_save_checkpoint is not base.on_save_checkpoint:
                 raise ConfigError(
-                    f"{type(each).__name__}.on_save_checkpoint keeps state in Lightning's checkpoint"
-                    " files only: keep it in state_dict and load_state_dict, or give what training"
-                    " goes on from as LightckCallback(..., extras={...}); extras={} says that it is"
-                    " nothing of that kind"
+                    f"{type(each).__name__}.on_save_checkpoint keeps state in Lightning's"
+                    " checkpoint files only: keep it in state_dict and load_state_dict, or give"
+                    " what training goes on from as LightckCallback(..., extras={...}); extras={}"
+                    " says that it is nothing of that kind"
                 )
 
-    def _data(self, inside: _Inside) -> dict[str, Any]:
+    def _data(self, inside: _Loops) -> dict[str, Any]:
         """Return the extras that know the position in the training data."""
         if self.data is not None:
             return {"data": self.data}
@@ -182,8 +184,9 @@ class LightckCallback(Checkpoint):  # type: ignore[misc]
         if isinstance(inner, lightck.ResumableSampler):
             if trainer.reload_dataloaders_every_n_epochs:
                 raise ConfigError(
-                    "reload_dataloaders_every_n_epochs makes loaders anew: make one ResumableSampler"
-                    " for all of them, and give it as LightckCallback(..., data=sampler)"
+                    "reload_dataloaders_every_n_epochs makes loaders anew: make one"
+                    " ResumableSampler for all of them, and give it as"
+                    " LightckCallback(..., data=sampler)"
                 )
             return {"data": inner}
         if hasattr(loader, "load_state_dict") and trainer.world_size == 1:
@@ -200,7 +203,7 @@ class LightckCallback(Checkpoint):  # type: ignore[misc]
             + ", or give LightckCallback(..., data=...) what knows it"
         )
 
-    def _state(self, inside: _Inside) -> dict[str, Any]:
+    def _state(self, inside: _Loops) -> dict[str, Any]:
         trainer = inside.trainer
         extras: dict[str, Any] = {
             "lightning/loops": lightck.at_forward(inside),
@@ -243,10 +246,10 @@ class _Callbacks:
                 each.load_state_dict(_unpacked(state[each.state_key]))
 
 
-class _Inside:
+class _Loops:
     """The loops and the logged metrics of a trainer: the one place that knows Lightning's inside.
 
-    `tests/integrations/test_lightning_seams.py` names every attribute that is used here.
+    `tests/integrations/test_seams.py` names every attribute that is used here.
 
     The state is taken at the start of a forward. By then the loops have counted the batch that this
     forward is of, which a resumed run draws again: what is under way counts as not begun.

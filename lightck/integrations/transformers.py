@@ -39,8 +39,8 @@ _OF_RANKS = ("is_local_process_zero", "is_world_process_zero")
 class LightckCallback(TrainerCallback):  # type: ignore[misc]
     """Take snapshots of a `Trainer.train` in the background, and go on from the newest.
 
-    A snapshot holds model (of PEFT, too), optimizer, schedule, the Trainer's state with its log, the
-    state of its callbacks (an `EarlyStoppingCallback`'s patience), the loss that is still to be
+    A snapshot holds model (of PEFT, too), optimizer, schedule, the Trainer's state with its log,
+    the state of its callbacks (an `EarlyStoppingCallback`'s patience), the loss that is still to be
     logged, and the generators. The batches that are behind a resumed run are skipped by the Trainer
     itself; the one that Accelerate had drawn ahead is drawn again as it was. When training ends its
     last step is committed, before the best model is loaded. One line of the log, at INFO, says with
@@ -122,7 +122,7 @@ class LightckCallback(TrainerCallback):  # type: ignore[misc]
         """
         trainer = self._bound()
         _refuse(trainer, given.get("train_dataloader"))
-        inside = _Inside(trainer)
+        inside = _Sums(trainer)
         extras = {
             "transformers/schedule": lightck.at_forward(given["lr_scheduler"]),
             _STATE: lightck.at_forward(inside),
@@ -136,8 +136,8 @@ class LightckCallback(TrainerCallback):  # type: ignore[misc]
         self.info = lightck.restore(*where, extras=extras, step=begun or "latest")
         if self.info is not None and self.info.step != begun:
             raise ConfigError(
-                f"the Trainer begins at step {begun}, and the newest snapshot at {self.info.path} is"
-                f" of step {self.info.step}: write trainer.train(resume_from_checkpoint="
+                f"the Trainer begins at step {begun}, and the newest snapshot at {self.info.path}"
+                f" is of step {self.info.step}: write trainer.train(resume_from_checkpoint="
                 "callback.checkpoint()), or take another path for a new run"
             )
         if self._made is not None and trainer.args.local_process_index <= 0:
@@ -186,15 +186,20 @@ class LightckCallback(TrainerCallback):  # type: ignore[misc]
             whole.rename(made)
 
 
-class _Inside:
+class _Sums:
     """The state of a Trainer: the one place that knows what it keeps to itself.
 
-    `tests/integrations/test_transformers_seams.py` names every attribute that is used here. The
+    `tests/integrations/test_seams.py` names every attribute that is used here. The
     state is taken at the start of a forward: what was logged and evaluated behind the last step is
     in it, and of the step to come nothing.
     """
 
-    _KEPT = ("_total_loss_scalar", "_globalstep_last_logged", "_initial_global_step", "current_flos")
+    _KEPT = (
+        "_total_loss_scalar",
+        "_globalstep_last_logged",
+        "_initial_global_step",
+        "current_flos",
+    )
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
@@ -240,7 +245,7 @@ class _Inside:
 
 
 def _as_json(state: dict[str, Any]) -> str:
-    """Return the `trainer_state.json` of a state that `_Inside` has taken."""
+    """Return the `trainer_state.json` of a state that `_Sums` has taken."""
     callbacks: dict[str, Any] = {}
     for name, text in state["callbacks"]:
         callbacks.setdefault(name, []).append(json.loads(text))
@@ -276,7 +281,7 @@ def _newest(path: str | os.PathLike[str] | None) -> int | None:
         if rows:
             lightck.load(path)  # says what is wrong with them
         return None
-    newest = max(whole)
+    newest: int = max(whole)
     return newest - 1 if whole[newest] and whole.get(newest - 1) is False else newest
 
 
@@ -295,7 +300,7 @@ def _refuse(trainer: Any, loader: Any) -> None:
     if args.auto_find_batch_size:
         raise ConfigError("auto_find_batch_size=True begins the training again: give a batch size")
     if args.ignore_data_skip:
-        raise ConfigError("ignore_data_skip=True begins the epoch again in its middle: leave it out")
+        raise ConfigError("ignore_data_skip=True begins the epoch again: leave it out")
     if isinstance(getattr(loader, "dataset", None), IterableDataset):
         raise ConfigError(
             f"the position in a {type(loader.dataset).__name__} could not be found again exactly:"

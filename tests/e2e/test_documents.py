@@ -116,8 +116,11 @@ def test_a_framework_s_training_is_killed_and_goes_on_bit_for_bit(
     heading: str, module: str, run: Run, region_dir: Path, rng: np.random.Generator
 ) -> None:
     skip_without(module)
-    first, last = blocks(FRAMEWORKS)[0], below(FRAMEWORKS, heading)
-    fields = {"lines": [first.line, last.line], "more": DIGESTS, "imports": [_FRAMEWORKS[module]]}
+    fields = {
+        "lines": [below(FRAMEWORKS, heading).line],
+        "more": DIGESTS,
+        "imports": [_FRAMEWORKS[module]],
+    }
 
     def digests(folder: str, ends: int = 0) -> list[str]:
         file = region_dir / folder / "digests"

@@ -66,7 +66,7 @@ model: Any = Net()
 optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.01)
 schedule: Any = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
 model, optimizer, schedule = accelerator.prepare(model, optimizer, schedule)
-if sampler is None or accelerator.num_processes == 1:
+if not param("unprepared", False):
     loader = accelerator.prepare(loader)
 validation = DataLoader(Data(10), 4, shuffle=True)
 seen = Seen()

@@ -89,10 +89,14 @@ def handle() -> Any:
 L.seed_everything(3 + probe.RANK)
 data = Data(augment=param("augment", False))
 workers = param("workers", 0)
-if param("loader", "sampler") == "stateful":
+kind = param("loader", "sampler")
+if kind == "stateful":
     from torchdata.stateful_dataloader import StatefulDataLoader
 
     loader: Any = StatefulDataLoader(data, batch_size=4, shuffle=True, num_workers=workers)
+elif kind in ("shuffled", "two"):
+    loader = DataLoader(data, batch_size=4, shuffle=True)
+    loader = [loader, loader] if kind == "two" else loader
 else:
     sampler = lightck.ResumableSampler(data, seed=1)
     loader = DataLoader(data, batch_size=4, sampler=sampler, num_workers=workers)
@@ -106,14 +110,15 @@ if ON:
     from lightck.integrations.lightning import LightckCallback
 
     callback = LightckCallback(probe.PATH)
-    callbacks.append(callback)
+    if not param("found", False):
+        callbacks.append(callback)
 trainer = L.Trainer(
     max_epochs=3,
     max_steps=param("max_steps", -1),
     accelerator="cpu",
     devices=WORLD,
     strategy="ddp" if WORLD > 1 else "auto",
-    use_distributed_sampler=WORLD == 1,
+    use_distributed_sampler=WORLD == 1 or param("put_in", False),
     accumulate_grad_batches=param("accumulate", 1),
     val_check_interval=param("every", 1.0),
     gradient_clip_val=1.0,
@@ -124,6 +129,10 @@ trainer = L.Trainer(
     enable_model_summary=False,
     num_sanity_val_steps=1,
 )
+if param("found", False) and ON:  # by its entry point
+    callback = next(each for each in trainer.callbacks if isinstance(each, LightckCallback))
+if param("keeps", False):
+    Module.on_save_checkpoint = lambda self, checkpoint: checkpoint.update(own=1)  # type: ignore
 module = Module()
 if ON:
     shown, callback.on_fit_start = callback.on_fit_start, lambda *a: (  # type: ignore[method-assign]

@@ -116,6 +116,7 @@ arguments = TrainingArguments(
     dataloader_num_workers=param("workers", 0),
     remove_unused_columns=False,
     ddp_find_unused_parameters=False,
+    **param("arguments", {}),
 )
 stopping = EarlyStoppingCallback(param("patience", 3), 0.05)
 rows = Tokens if peft else Rows
@@ -130,8 +131,9 @@ resume = None
 if ON:
     from lightck.integrations.transformers import LightckCallback
 
-    callback = LightckCallback(probe.PATH).bind(trainer)
-    resume = callback.checkpoint()
+    callback = LightckCallback(probe.PATH)
+    trainer.add_callback(callback) if param("unbound", False) else callback.bind(trainer)
+    resume = None if param("forgets", False) else callback.checkpoint()
     begin = callback.on_train_begin
     callback.on_train_begin = lambda *a, **k: (  # type: ignore[method-assign]
         begin(*a, **k), probe.note("restored", callback.info and callback.info.step)

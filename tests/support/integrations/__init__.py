@@ -1,1 +1,1 @@
-"""What tests of the integrations share: a script's probe, its server, and the chain of its lives."""
+"""Tests of the integrations share a script's probe, its server, and the chain of its lives."""

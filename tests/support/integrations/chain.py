@@ -22,6 +22,8 @@ import torch
 
 LOOPS = Path(__file__).parents[2] / "integrations" / "loops"
 TIMEOUT_S = 240.0
+WRONG = {"batch_ahead", "not_redrawn", "loader_not_kept", "extra_moved", "extras_left_out"}
+"""Warnings of lightck that would say that a run is not resumed exactly."""
 
 
 class Server:
@@ -75,7 +77,7 @@ class Chain:
     environment: dict[str, str] = field(default_factory=dict)
     lives: int = 0
     log: str = ""
-    """What the last life has printed."""
+    """The text that the last life has printed."""
 
     def life(self, *, on: bool, kill: str = "", run: str = "run") -> list[int | None]:
         """Run the script once, and return the wait status of each rank."""
@@ -112,7 +114,6 @@ class Chain:
         dead = [each for each in status if each is not None and os.WIFSIGNALED(each)]
         assert dead and all(os.WTERMSIG(each) == signal.SIGKILL for each in dead), self.log
         assert all(each is not None for each in status), self.log
-        assert f'"note": "ended"' not in self._told("run", 0)[1], self.log  # noqa: F541
 
     def check(self, *kills: str) -> None:
         """Run reference and chain, and compare; each life after the first goes on from a step."""
@@ -136,7 +137,15 @@ class Chain:
             restored = self.notes("restored", rank)
             assert len(restored) == kills + 1, (restored, self.log)
             assert all(b is not None for b in restored[2:]), f"{restored}: trained anew\n{self.log}"
+            told_of = [each for each in self.notes("warning", rank) if each[0] in WRONG]
+            assert not told_of, told_of
             _same_weights(self._weights("reference", rank), self._weights("run", rank))
+
+    def refused(self, text: str) -> None:
+        """Run the script under lightck, which must end at once with an error that says `text`."""
+        status = self.life(on=True)
+        assert any(status) and text in self.log, self.log
+        assert not self._values("run", 0), "it trained before it was refused"
 
     def notes(self, key: str, rank: int = 0) -> list[Any]:
         """Return what the run's lives noted under a name, in order."""

@@ -1,4 +1,4 @@
-"""What a training script of the integrations' tests says about itself, and where it dies.
+"""A training script of the integrations' tests says what it does, and dies where it is told to.
 
 A script is what a user would write, with calls of this module in it. Without `ON` it is the
 reference, which lightck has no part in. Every life of a run appends to one file per rank; a step
@@ -8,6 +8,7 @@ that is made twice is told twice, and both times must be what the reference told
 from __future__ import annotations
 
 import json
+import logging
 import os
 import random
 import signal
@@ -91,6 +92,16 @@ def _exact(value: Any) -> Any:
     if isinstance(value, np.generic):
         return _exact(value.item())
     return value
+
+
+class _Warnings(logging.Handler):
+    """Notes the names of lightck's warnings, which `Chain.compare` looks at."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        note("warning", [getattr(record, "lightck_event", ""), record.getMessage()])
+
+
+logging.getLogger("lightck").addHandler(_Warnings(logging.WARNING))
 
 
 class Data(torch.utils.data.Dataset[Any]):
