@@ -109,7 +109,8 @@ $(BENCH_STAMP): $(STAMP) bench/pyproject.toml
 # torchvision, whose wheel on the registry does not load beside it. A package that lacks skips its tests, visibly.
 INTEGRATIONS = .venv-integrations
 INTEGRATIONS_PIP = $(INTEGRATIONS)/bin/pip install --quiet -c constraints-integrations.txt
-FRAMEWORKS = lightning transformers accelerate peft datasets torchdata
+FRAMEWORKS = lightning transformers accelerate peft datasets torchdata deepspeed torchtitan triton torchft-nightly \
+  "ray[train]"
 INTEGRATION_JOBS = 3
 
 $(INTEGRATIONS)/.installed: constraints-integrations.txt Makefile

@@ -77,7 +77,7 @@ def train(config: dict[str, Any]) -> None:
 
     for epoch in range(sampler.epoch, EPOCHS):
         for x, y in loader:
-            index = epoch * 6 + sampler.consumed // 8
+            index = epoch * 6 + (sampler.consumed - 1) // 8
             tell(f"batch {index}", [x, y])
             loss = F.cross_entropy(model(x), y)
             at(f"forward {index}")
