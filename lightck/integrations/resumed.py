@@ -1,4 +1,4 @@
-"""What an integration returns whose framework has no class of its own for checkpoints."""
+"""The result of integrations whose framework has no class of its own for checkpoints."""
 
 from __future__ import annotations
 

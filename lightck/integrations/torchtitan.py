@@ -39,7 +39,7 @@ except ImportError as error:
 
 
 class LightckManager(BaseCheckpointManager):  # type: ignore[misc]
-    """Take snapshots of a torchtitan training in the background, and go on from the newest.
+    """A checkpoint manager of torchtitan's that takes snapshots in the background.
 
     `load` restores the newest whole snapshot below the folder, or the one of `load_step`, and
     attaches: from then on a snapshot is taken every `interval` steps, and when training fails.
@@ -185,7 +185,7 @@ _REFUSED: Mapping[str, str] = {
 def _give_plain_state(loader: Any) -> None:
     """Let a loader of torchtitan's give its position as plain values.
 
-    Its own `state_dict` packs them with pickle, and nothing that is read from a region is unpickled.
+    Its own `state_dict` packs them with pickle; nothing that is read from a region is unpickled.
     """
     if isinstance(loader, StatefulDataLoader):
         for name in ("state_dict", "load_state_dict"):

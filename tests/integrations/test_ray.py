@@ -24,3 +24,10 @@ def test_a_train_function_goes_on_bit_for_bit_and_saves_at_a_preemption_s_announ
     for rank in (0, 1):
         assert made.notes("saved", rank)[-1] == "notice", made.log
         assert not made.notes("signals_unheard", rank)
+
+
+def test_the_names_that_are_used_are_there_and_other_callers_are_refused(
+    chain: Callable[..., Chain],
+) -> None:
+    made = chain("ray_refusals.py")
+    assert made.life(on=True) == [0], made.log

@@ -37,3 +37,10 @@ def test_the_steps_of_a_group_that_its_peer_has_healed_are_the_manager_s(
         for group in (0, 1)
     ]
     assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
+
+
+def test_the_names_that_are_used_are_there_and_a_group_must_be_known(
+    chain: Callable[..., Chain],
+) -> None:
+    made = chain("torchft_refusals.py")
+    assert made.life(on=True) == [0], made.log

@@ -1,4 +1,4 @@
-"""What DeepSpeed's engines must be, and what becomes of a step that fails inside of one."""
+"""Engines of DeepSpeed that are refused, and a step that fails inside of one."""
 
 from __future__ import annotations
 

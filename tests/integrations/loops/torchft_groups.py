@@ -142,8 +142,10 @@ if HEAL:
         import ctypes
 
         ctypes.CDLL(None).prctl(1, 9)  # ends with its parent
-        lighthouse = LighthouseServer(bind=f"127.0.0.1:{port}", min_replicas=1, join_timeout_ms=2000,
-                                      quorum_tick_ms=50, heartbeat_timeout_ms=2000)  # fmt: skip
+        lighthouse = LighthouseServer(
+            bind=f"127.0.0.1:{port}", min_replicas=1, join_timeout_ms=2000, quorum_tick_ms=50,
+            heartbeat_timeout_ms=2000,
+        )  # fmt: skip
         time.sleep(1000)
     children = {start(each): each for each in (0, 1)}
     while children:

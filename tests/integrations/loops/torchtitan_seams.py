@@ -1,4 +1,4 @@
-"""What torchtitan's base class for checkpoint managers asks for, and what ours makes of it."""
+"""The seam of torchtitan: what its base class asks of a manager, and what ours makes of it."""
 
 from __future__ import annotations
 

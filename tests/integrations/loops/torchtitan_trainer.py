@@ -48,7 +48,7 @@ titan.time.sleep = lambda _: None  # type: ignore[attr-defined]
 
 
 class Rows(torch.utils.data.IterableDataset[Any]):
-    """An endless stream of epochs of five batches, as torchtitan's datasets: noisy, with a state."""
+    """An endless stream of rows with a state, as torchtitan's datasets are."""
 
     def __init__(self) -> None:
         self.i = 0
@@ -82,7 +82,7 @@ class Model(nn.Module):
 
 
 class Metrics:
-    """What the Trainer tells its metrics, told."""
+    """Metrics that tell what the Trainer tells them."""
 
     def __init__(self) -> None:
         self.ntokens_since_last_log, self.data_loading_times = 0, []
