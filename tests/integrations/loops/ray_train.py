@@ -7,41 +7,51 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import sys
+import time
 from typing import Any
 
+import numpy as np
 import ray
+import torch
 from ray.train import FailureConfig, RunConfig, ScalingConfig
-from ray.train.torch import TorchTrainer
+from ray.train.torch import TorchTrainer, prepare_model
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
 
+import lightck
+from lightck.pipeline import at_once
 from support.integrations import probe
+from support.integrations.probe import Data, Net, here, tell
 
 EPOCHS = 3
 
 
-def train(config: dict[str, Any]) -> None:
-    """Train on one worker; `config` has the places of the kills."""
-    import random
-
-    import numpy as np
-    import torch
-    from ray.train.torch import prepare_model
-    from torch.nn import functional as F
-    from torch.utils.data import DataLoader
-
-    import lightck
-    from lightck.pipeline import at_once
-    from support.integrations import probe
-    from support.integrations.probe import ON, Data, Net, here, tell
-
-    rank = ray.train.get_context().get_world_rank()
+def prepared(kills: list[str]) -> int:
+    """Prepare a worker: who it is, where it dies, what it draws; return its rank."""
+    rank: int = ray.train.get_context().get_world_rank()
     vars(probe)["RANK"] = rank  # it may be imported before Ray has set the environment
     at_once.MOST_BYTES = -1
     torch.set_num_threads(1)
     died = probe._OUT / "died"
     lives = died.read_text().splitlines() if died.exists() else []
-    if ON and len(lives) < len(config["kills"]) and rank == 1:
-        vars(probe)["_KILL"] = config["kills"][len(lives)]
+    if probe.ON and rank == 1 and len(lives) < len(kills):
+        vars(probe)["_KILL"] = kills[len(lives)]
+    return rank
+
+
+def at(place: str, handle: Any) -> None:
+    """Die if this is the place, once it is written down."""
+    if place == probe._KILL:
+        with open(probe._OUT / "died", "a") as file:
+            file.write(place + "\n")
+    here(place, handle)
+
+
+def train(config: dict[str, Any]) -> None:
+    """Train on one worker; `config` has the places of the kills."""
+    rank = prepared(config["kills"])
     torch.manual_seed(3)
     net = Net()
     model = prepare_model(net)
@@ -59,42 +69,33 @@ def train(config: dict[str, Any]) -> None:
             saved.append(fields.get("reason", name))
             probe.note(name, fields.get("reason"))
 
-    if ON:
+    if probe.ON:
         import lightck.integrations.ray as ours
 
         ours.POLL_S = 0.02
-        run = ours.attach(model, optimizer, probe.PATH, extras={"data": sampler},
-                          on_event=noted)  # fmt: skip
+        extras = {"data": sampler}
+        run = ours.attach(model, optimizer, probe.PATH, extras=extras, on_event=noted)
         probe.note("restored", run.info and run.info.step)
     handle = run.handle if run else None
-    losses: list[float] = []
-
-    def at(place: str) -> None:
-        if place == probe._KILL:
-            with open(died, "a") as file:
-                file.write(place + "\n")
-        here(place, handle)
-
     for epoch in range(sampler.epoch, EPOCHS):
         for x, y in loader:
             index = epoch * 6 + (sampler.consumed - 1) // 8
             tell(f"batch {index}", [x, y])
             loss = F.cross_entropy(model(x), y)
-            at(f"forward {index}")
+            at(f"forward {index}", handle)
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
             tell(f"loss {index}", loss)
-            losses.append(loss.item())
-            if index == 15 and run is not None:
+            if index == 15:
                 announce()
         net.eval()
         for i in range(2):
-            at(f"validation {epoch}.{i}")
+            at(f"validation {epoch}.{i}", handle)
             with torch.no_grad():
                 tell(f"validation {epoch}.{i}", net(torch.full((2, 8), 0.1 * i)).sum())
         net.train()
-        (run.report if run else ray.train.report)({"loss": losses[-1], "epoch": epoch})
+        (run.report if run else ray.train.report)({"epoch": epoch})
     if run:
         wait_for(lambda: "notice" in saved)
         run.close()
@@ -103,8 +104,6 @@ def train(config: dict[str, Any]) -> None:
 
 def wait_for(come: Any) -> None:
     """Wait until it has come, for a while."""
-    import time
-
     end = time.monotonic() + 20
     while not come() and time.monotonic() < end:
         time.sleep(0.01)

@@ -75,6 +75,7 @@ class Chain:
     seeded: bool = False
     fork: bool = True
     environment: dict[str, str] = field(default_factory=dict)
+    timeout_s: float = TIMEOUT_S
     lives: int = 0
     log: str = ""
     """The text that the last life has printed."""
@@ -94,7 +95,7 @@ class Chain:
             {
                 "script": str(LOOPS / self.script), "folder": str(out), "logs": logs,
                 "ranks": self.ranks, "environment": own, "fork": self.fork, "port": _free_port(),
-                "timeout_s": TIMEOUT_S,
+                "timeout_s": self.timeout_s,
             }
         )  # fmt: skip
         self.log = "\n".join(
