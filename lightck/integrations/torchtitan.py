@@ -1,6 +1,6 @@
 """A checkpoint manager for torchtitan's Trainer.
 
-    config.checkpoint = LightckManager.Config(enable=True, folder="lightck")
+    config.checkpoint = LightckCheckpointer.Config(enable=True, folder="lightck")
 
 Snapshots are taken by hooks, at the interval that the config says; the calls of the Trainer only
 begin and end that. Tried with torchtitan 0.3.0.
@@ -38,7 +38,7 @@ except ImportError as error:
     ) from error
 
 
-class LightckManager(BaseCheckpointManager):  # type: ignore[misc]
+class LightckCheckpointer(BaseCheckpointManager):  # type: ignore[misc]
     """A checkpoint manager of torchtitan's that takes snapshots in the background.
 
     `load` restores the newest whole snapshot below the folder, or the one of `load_step`, and
@@ -72,11 +72,11 @@ class LightckManager(BaseCheckpointManager):  # type: ignore[misc]
             BaseCheckpointManager.Config.__post_init__(self)
             for name, instead in _REFUSED.items():
                 if getattr(self, name):
-                    raise ConfigError(f"LightckManager.Config({name}=True): {instead}")
+                    raise ConfigError(f"LightckCheckpointer.Config({name}=True): {instead}")
 
     def __init__(
         self,
-        config: LightckManager.Config,
+        config: LightckCheckpointer.Config,
         *,
         dataloader: Any,
         model_parts: list[nn.Module],

@@ -21,7 +21,7 @@ from torchtitan.components.optimizer import (  # noqa: E402
 )
 
 import lightck  # noqa: E402
-from lightck.integrations.torchtitan import LightckManager  # noqa: E402
+from lightck.integrations.torchtitan import LightckCheckpointer  # noqa: E402
 from support.integrations import probe  # noqa: E402
 
 os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
@@ -38,7 +38,7 @@ SETTINGS = {
 assert BaseCheckpointManager.__abstractmethods__ == ASKED, "torchtitan asks for something else"
 now = {each.name for each in dataclasses.fields(BaseCheckpointManager.Config)}
 assert now == SETTINGS, f"torchtitan's settings have changed: {sorted(now ^ SETTINGS)}"
-assert LightckManager.Config(enable=True)._owner is LightckManager
+assert LightckCheckpointer.Config(enable=True)._owner is LightckCheckpointer
 
 
 class State:
@@ -86,13 +86,13 @@ class Job:
 def refusals() -> None:
     for name in ("create_seed_checkpoint", "last_save_in_hf"):
         try:
-            LightckManager.Config(enable=True, **{name: True})
+            LightckCheckpointer.Config(enable=True, **{name: True})
         except lightck.ConfigError as error:
             assert name in str(error)
         else:
             raise AssertionError(f"not refused: {name}")
     try:
-        Job(LightckManager.Config(enable=True, exclude_from_loading=["optimizer"]), 0)
+        Job(LightckCheckpointer.Config(enable=True, exclude_from_loading=["optimizer"]), 0)
     except lightck.ConfigError as error:
         assert "exclude_from_loading" in str(error) and "train_state" in str(error)
     else:
@@ -107,7 +107,7 @@ def beginnings() -> None:
     base.manager.close()
     initial = str(folder / "base" / "step-1")
     config = {"enable": True, "folder": "ours", "initial_load_path": initial}
-    first = Job(LightckManager.Config(**config), 2)
+    first = Job(LightckCheckpointer.Config(**config), 2)
     assert first.manager.load() and first.manager.info is None and first.state.step == 0
     assert torch.equal(first.model.weight, base.model.weight)
     first.train(4)
@@ -115,22 +115,22 @@ def beginnings() -> None:
     assert first.manager.save_future is None and first.manager.handle.last_committed_step == 4
     first.manager.close()
 
-    again = Job(LightckManager.Config(**config), 3)
+    again = Job(LightckCheckpointer.Config(**config), 3)
     assert again.manager.load() and again.manager.info.step == again.state.step == 4
     assert torch.equal(again.model.weight, first.model.weight)
     again.manager.close()
 
-    fresh = Job(LightckManager.Config(**config, exclude_from_loading=["train_state"]), 3)
+    fresh = Job(LightckCheckpointer.Config(**config, exclude_from_loading=["train_state"]), 3)
     assert fresh.manager.load() and fresh.state.step == 0
     fresh.manager.close()
 
-    reader = Job(LightckManager.Config(**config, load_only=True), 3)
+    reader = Job(LightckCheckpointer.Config(**config, load_only=True), 3)
     assert reader.manager.load(step=4) and reader.manager.handle is None
     assert not reader.manager.save(5)
-    off = Job(LightckManager.Config(enable=False), 3)
+    off = Job(LightckCheckpointer.Config(enable=False), 3)
     assert not off.manager.load()
     try:
-        Job(LightckManager.Config(enable=True, folder="nothing"), 3).manager.load(step=7)
+        Job(LightckCheckpointer.Config(enable=True, folder="nothing"), 3).manager.load(step=7)
     except lightck.NoSnapshotError as error:
         assert "step 7" in str(error)
     else:

@@ -176,9 +176,9 @@ def handle() -> Any:
 
 
 if ON:
-    from lightck.integrations.torchtitan import LightckManager
+    from lightck.integrations.torchtitan import LightckCheckpointer
 
-    checkpoint: Any = LightckManager.Config(enable=True, folder="snapshots")
+    checkpoint: Any = LightckCheckpointer.Config(enable=True, folder="snapshots")
 else:
     checkpoint = CheckpointManager.Config(enable=False, interval=1)
 plain = SimpleNamespace
