@@ -39,7 +39,7 @@ CROSS = aarch64-linux-gnu-gcc
 
 .PHONY: help venv demo check test test-full lint bench bench-full bench-record bench-micro bench-compare
 .PHONY: native-test crash asan tsan pmem-guest kill fuzz
-.PHONY: soak clean gpu-check wheels
+.PHONY: soak clean gpu-check wheels integrations
 .DELETE_ON_ERROR:
 .SECONDARY:
 
@@ -104,6 +104,26 @@ BENCH_STAMP = $(VENV)/.lightck-bench-installed
 $(BENCH_STAMP): $(STAMP) bench/pyproject.toml
 	$(PIP) -e '.[cli,test,lint,bench]' -e bench
 	touch $@
+
+# The newest versions that the registry has, in an environment of their own, beside the CPU torch and without
+# torchvision, whose wheel on the registry does not load beside it. A package that lacks skips its tests, visibly.
+INTEGRATIONS = .venv-integrations
+INTEGRATIONS_PIP = $(INTEGRATIONS)/bin/pip install --quiet -c constraints-integrations.txt
+FRAMEWORKS = lightning transformers accelerate peft datasets torchdata deepspeed torchtitan triton torchft-nightly \
+  "ray[train]"
+INTEGRATION_JOBS = 3
+
+$(INTEGRATIONS)/.installed: constraints-integrations.txt Makefile
+	$(PYTHON) -m venv $(INTEGRATIONS)
+	@$(INTEGRATIONS)/bin/python -c 'import torch' 2>/dev/null \
+	  || $(MAKE) --no-print-directory torch VENV=$(INTEGRATIONS)
+	$(INTEGRATIONS_PIP) torch==$(TORCH_VERSION) numpy pyarrow cffi safetensors \
+	  pytest pytest-timeout pytest-xdist hypothesis $(FRAMEWORKS)
+	touch $@
+
+integrations: venv $(INTEGRATIONS)/.installed ## Kill and resume the frameworks' own loops, with their newest versions
+	PYTHONDONTWRITEBYTECODE= $(INTEGRATIONS)/bin/python -m pytest tests/integrations \
+	  -n $(INTEGRATION_JOBS) --dist worksteal --durations 5
 
 # On an idle machine: numbers measured beside other work mean little. BENCH='stress idle' runs these.
 BENCH =
@@ -378,6 +398,6 @@ wheels: $(WHEELS)/.installed ## Build the sdist and manylinux wheels into dist/,
 	bash tools/wheels.sh $(WHEELS)/bin
 
 clean: ## Remove everything that was built, .venv included
-	rm -rf $(VENV) build dist *.egg-info bench/*.egg-info lightck/_native*.so
+	rm -rf $(VENV) $(INTEGRATIONS) build dist *.egg-info bench/*.egg-info lightck/_native*.so
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

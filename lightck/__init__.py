@@ -113,6 +113,10 @@ class _Package(ModuleType):
             value = _made(name, value)
         super().__setattr__(name, value)
 
+    def __reduce__(self) -> Any:
+        """Be pickled by name, as any module by those who pickle modules: Ray, for a function's."""
+        return import_module, (self.__name__,)
+
 
 def _made(name: str, module: ModuleType) -> Any:
     value = getattr(module, name)

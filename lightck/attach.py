@@ -50,7 +50,7 @@ from lightck.region import claim, failure_region
 from lightck.region.claim import ClaimedLocation
 from lightck.region.region import Region, new_timeline
 from lightck.restore import progress
-from lightck.state.arguments import check, refuse_unknown
+from lightck.state.arguments import check, refuse_unknown, unwrapped
 from lightck.state.extras import Extra, is_loader, must_be_known, parse
 from lightck.state.inventory import Inventory, all_covered, names_of
 from lightck.state.module_extra_state import extra_states
@@ -163,6 +163,7 @@ class _Parts:
 
     def compose(self, optimizers: list[Optimizer], ends_step: Optimizer | None) -> Components:
         """Build all parts and return them as `Components`."""
+        ends_step = ends_step if ends_step is None else unwrapped(ends_step)
         if ends_step is not None and not any(ends_step is each for each in optimizers):
             optimizers = [*optimizers, ends_step]
         # What could not be brought in restore, which the model has been wrapped since.

@@ -71,6 +71,13 @@ def pytest_configure() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave the frameworks' own loops to `make integrations`, which names their folder."""
+    if collection_path != _TESTS / "integrations":
+        return None
+    return None if any("integrations" in Path(each).parts for each in config.args) else True
+
+
 @pytest.hookimpl(tryfirst=True)  # before `-m` is looked at
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     tiers.mark(items)

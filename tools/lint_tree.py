@@ -66,6 +66,13 @@ FOREIGN: dict[str, tuple[str, str]] = {
     "lightck/failure/fault_plan.py": ("read", "faults on purpose replace it"),
     "lightck/failure/signals.py": ("mask", "of this thread"),
     "lightck/failure/triggers.py": ("excepthook", "Python's"),
+    "lightck/integrations/accelerate.py": ("initial_seed generator sampler", "a loader's samplers"),
+    "lightck/integrations/lightning.py": (
+        "_restarting restarting reset should_stop _last_train_dl_reload_epoch _first_loop_iter"
+        " _current_fx _progress_bar_metrics _logged_metrics _callback_metrics _update_count"
+        " _computed _forward_cache",
+        "of Lightning's loops, and of torchmetrics' metrics",
+    ),
     "lightck/loop/hooks.py": ("__name__ __doc__", "a wrapper's"),
     "lightck/loop/state_prediction.py": ("grad", "torch's"),
     "lightck/region/backends/libpmemobj.py": ("made", "a native structure's"),
@@ -354,10 +361,12 @@ def lambda_fields(source: Source) -> Iterator[Finding]:
 
 
 def names_of_classes(sources: Iterable[Source]) -> Iterator[Finding]:
-    """Refuse a second class of one name in the package."""
+    """Refuse a second class of one name in the package; each framework has a face of its own."""
     first: dict[str, str] = {}
     for source in sources:
         if source.kind != PYTHON or not source.path.startswith("lightck/"):
+            continue
+        if source.path.startswith("lightck/integrations/"):
             continue
         for node in ast.walk(source.tree):
             if isinstance(node, ast.ClassDef):

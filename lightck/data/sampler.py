@@ -102,6 +102,10 @@ class ResumableSampler(Sampler[int], data_loaders.Telling):
         """The pass that the loop is in; None between passes."""
         self._restored = False
         """True if the next pass goes on from a position that was loaded."""
+        self._goes_on = False
+        """True from a load until a batch is given, or the loop says where it begins."""
+        self._passed = 0
+        """The number of epochs by which the loop counts behind, since it was started again."""
         data_loaders.wrap(DataLoader, "__iter__", _begun)
         lookahead.watch()
 
@@ -131,12 +135,18 @@ class ResumableSampler(Sampler[int], data_loaders.Telling):
         """Begin `epoch` when the loader is iterated next; go on with it if it was restored.
 
         After a loop has left an epoch early, this says so before the loader is iterated anew. An
-        iterator of this epoch that has given nothing yet goes on: Lightning makes it first.
+        iterator of this epoch that has given nothing yet goes on: Lightning makes it first. An
+        earlier epoch, said before the first batch behind a restore, is from a loop that counts its
+        epochs from there again: it means the restored epoch, and the next ones those behind it.
         """
         ahead = data_loaders.running()
         if ahead is not None and self._restored:  # by Accelerate, whose own count is not restored
             ahead.loader.iteration = self._epoch
             return
+        if self._goes_on and epoch < self._epoch:
+            self._passed = self._epoch - int(epoch)
+        self._goes_on = False
+        epoch += self._passed
         begun = self._pass is not None and self._pass.given > 0
         if begun or epoch != self._epoch:
             self._epoch, self._consumed, self._pass = int(epoch), 0, None
@@ -207,7 +217,8 @@ class ResumableSampler(Sampler[int], data_loaders.Telling):
             )
         self.seed = state["seed"]
         self._epoch, self._consumed, self._pass = state["epoch"], state["consumed"], None
-        self._restored = True
+        self._restored = self._goes_on = True
+        self._passed = 0
 
     # ---- inside ----------------------------------------------------------------------------
 
@@ -283,6 +294,7 @@ class _Pass:
     def drawn(self) -> None:
         """Count one batch more as consumed."""
         self.given += 1
+        self.sampler._goes_on = False
         most = self.sampler._share(self.start)
         self.sampler._consumed = (
             self.start + min(self.given * self.batch, most) * self.sampler.world

@@ -248,7 +248,8 @@ class Checkpointer:
             and self.boundary_state.steps_ended
         ):
             return  # whether the forward has begun cannot be told
-        self.boundary_state.draws.iterating(drawing=drawing, inside=self.inside)
+        if not isinstance(loader, Lookahead):  # what draws ahead is followed, and draws at any time
+            self.boundary_state.draws.iterating(drawing=drawing, inside=self.inside)
         if self.enabled and not self.inside and not self.steps.updating:
             self._tick()
             with self.stall_timer.of("boundary"), self.lock:

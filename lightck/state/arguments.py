@@ -91,13 +91,13 @@ def _as_optimizers(call: str, optimizer: object) -> list[Optimizer]:
     if optimizer is None:
         return []
     if isinstance(optimizer, Optimizer):
-        return [optimizer]
+        return [unwrapped(optimizer)]
     if isinstance(optimizer, Iterable) and not isinstance(
         optimizer, str | os.PathLike | Mapping | nn.Module
     ):
         several = list(optimizer)
         if all(isinstance(each, Optimizer) for each in several):
-            return several
+            return [unwrapped(each) for each in several]
         optimizer = next(each for each in several if not isinstance(each, Optimizer))
     write, why = f"{call}(model, optimizer, ...)", ""
     if isinstance(optimizer, str | os.PathLike):
@@ -116,6 +116,14 @@ def _as_optimizers(call: str, optimizer: object) -> list[Optimizer]:
     raise _wrong(
         call, "optimizer", "a torch.optim.Optimizer or a list of some", optimizer, write, why
     )
+
+
+def unwrapped(optimizer: Optimizer) -> Optimizer:
+    """Return the optimizer that steps: the one inside of Accelerate's, any other as it is."""
+    if type(optimizer).__module__ == "accelerate.optimizer":
+        inner: Optimizer = getattr(optimizer, "optimizer", optimizer)
+        return inner
+    return optimizer
 
 
 def refuse_unknown(call: str, given: Mapping[str, object], known: Sequence[str]) -> None:

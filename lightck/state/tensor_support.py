@@ -236,7 +236,7 @@ DTYPES = {
 _PLACEHOLDER = (
     "is a placeholder of DeepSpeed ZeRO-3 (ds_id {}, ds_status {}): its values lie in flat buffers"
     " over all ranks, and nothing that is read here could be brought back. Use ZeRO stage 0, 1 or 2"
-    " (attach(engine.module, engine.optimizer.optimizer)), torch's fully_shard (FSDP2), or"
+    " (lightck.integrations.deepspeed), torch's fully_shard (FSDP2), or"
     " DeepSpeed's own engine.save_checkpoint"
 )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import os
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -131,3 +132,9 @@ def test_a_spawned_child_that_knows_lightck_starts_without_torch(tmp_path: Path)
         _run("import runpy, sys; runpy.run_path(sys.argv[1], run_name='__main__')", str(script))
         == "3 False\n"
     )
+
+
+def test_the_package_is_pickled_by_its_name_as_ray_s_functions_that_use_it_are() -> None:
+    assert pickle.loads(pickle.dumps(lightck)) is lightck
+    out = _run("import pickle, lightck; print(len(pickle.dumps(lightck)) < 100)")
+    assert out == "True\n"

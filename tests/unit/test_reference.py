@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from importlib import import_module
 from pathlib import Path
@@ -20,12 +21,18 @@ def _found(dotted: str) -> Any:
     module, _, name = dotted.rpartition(".")
     if dotted == "lightck.errors":
         return import_module(dotted)
-    return getattr(import_module(module), name)
+    try:
+        return getattr(import_module(module), name)
+    except ImportError as error:  # a framework that is not in this environment
+        assert module in str(error), error
+        file = _PAGE.parents[1].joinpath(*module.split(".")).with_suffix(".py")
+        return next(e for e in ast.parse(file.read_text()).body if getattr(e, "name", "") == name)
 
 
 @pytest.mark.parametrize("dotted", _SHOWN)
 def test_what_the_page_shows_is_there_and_has_a_docstring(dotted: str) -> None:
-    assert _found(dotted).__doc__
+    found = _found(dotted)
+    assert ast.get_docstring(found) if isinstance(found, ast.AST) else found.__doc__
 
 
 def test_every_public_name_is_on_the_page() -> None:

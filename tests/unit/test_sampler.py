@@ -164,6 +164,31 @@ def test_set_epoch_goes_on_with_the_restored_epoch_and_begins_any_other() -> Non
     assert sum(batches(made(again, 4)), []) == old.indices(5)
 
 
+@pytest.mark.parametrize("iterates_first", [False, True])  # as Lightning does
+def test_a_loop_that_counts_its_epochs_from_0_again_goes_on_with_the_restored_one(
+    iterates_first: bool,
+) -> None:
+    old = lightck.ResumableSampler(range(20))
+    old.set_epoch(3)
+    running = iter(made(old, 4))
+    for _ in range(2):
+        next(running)
+    new = resumed(old, 0, 1, False)
+    loader = made(new, 4)
+    for epoch, expected in [(0, old.indices(3)[8:]), (1, old.indices(4)), (2, old.indices(5))]:
+        if iterates_first and epoch == 0:
+            first = iter(loader)
+            new.set_epoch(epoch)
+            given = [batch.tolist() for batch in first]
+        else:
+            new.set_epoch(epoch)
+            given = batches(loader)
+        assert sum(given, []) == expected
+    again = resumed(new, 0, 1, False)
+    again.set_epoch(6)  # this loop counts on
+    assert sum(batches(made(again, 4)), []) == old.indices(6)
+
+
 def test_other_loaders_and_skipped_batches_leave_the_position_what_was_drawn() -> None:
     sampler = lightck.ResumableSampler(range(20))
     evaluation = DataLoader(range(50), batch_size=2, shuffle=True)  # type: ignore[arg-type]

@@ -97,16 +97,7 @@ class Rows(TensorDataset):
         x, y = super().__getitem__(i)
         return {"x": x, "labels": y}
 
-class Titan:
-    def state_dict(self):
-        return {"step": 1}
-    def load_state_dict(self, state):
-        pass
-
 rows = Rows(*data.tensors)
-titan = Titan()
-titan.dataloader = Titan()
-titan.lr_schedulers = torch.optim.lr_scheduler.ConstantLR(torch.optim.SGD(Net().parameters()))
 """,
 }
 

@@ -1,0 +1,322 @@
+"""Transformers: a callback that checkpoints `Trainer.train`, and resumes it when it is run again.
+
+    ck = LightckCallback("./run").bind(trainer)
+    trainer.train(resume_from_checkpoint=ck.checkpoint())
+
+The Trainer finds its place by itself, from a folder that `checkpoint` makes of the newest snapshot.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch.utils.data import IterableDataset
+
+import lightck
+from lightck.config import Config
+from lightck.errors import ConfigError
+
+try:
+    from transformers import TrainerCallback
+    from transformers.trainer_callback import ExportableState
+except ImportError as error:
+    raise ImportError(
+        "lightck.integrations.transformers needs transformers: pip install 'lightck[transformers]'"
+    ) from error
+
+_STATE = "transformers/state"
+_OF_RANKS = ("is_local_process_zero", "is_world_process_zero")
+
+
+class LightckCallback(TrainerCallback):  # type: ignore[misc]
+    """Take snapshots of a `Trainer.train` in the background, and go on from the newest.
+
+    A snapshot holds model (of PEFT, too), optimizer, schedule, the Trainer's state with its log,
+    the state of its callbacks (an `EarlyStoppingCallback`'s patience), the loss that is still to be
+    logged, and the generators. The batches that are behind a resumed run are skipped by the Trainer
+    itself; the one that Accelerate had drawn ahead is drawn again as it was. When training ends its
+    last step is committed, before the best model is loaded. One line of the log, at INFO, says with
+    which step a resumed run goes on.
+
+    Thread: the training thread.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str] | None = None,
+        *,
+        extras: Mapping[str, Any] | None = None,
+        **settings: Any,
+    ) -> None:
+        """Do nothing yet: see `bind`.
+
+        Args:
+            path: as for `lightck.attach`.
+            extras: further state of yours, as for `lightck.attach`.
+            **settings: further arguments of `lightck.attach`, `policy=10` for example.
+        """
+        self.path, self.extras, self.settings = path, dict(extras or {}), settings
+        self.handle: lightck.Handle | None = None
+        """The handle while the Trainer trains; the closed one after it."""
+        self.info: lightck.RestoreInfo | None = None
+        """The description of what was restored when training began; None: nothing was there."""
+        self._trainer: Any = None
+        self._made: Path | None = None
+        """The folder of our own that `checkpoint` has made, until training begins."""
+
+    def bind(self, trainer: Any) -> Self:
+        """Add the callback to a Trainer, and return it; a callback alone is given no Trainer."""
+        self._trainer = trainer
+        trainer.add_callback(self)
+        return self
+
+    def checkpoint(self, folder: str | os.PathLike[str] | None = None) -> str | None:
+        """Make a folder that `resume_from_checkpoint` takes, of the newest whole snapshot.
+
+        It holds the weights, as `save_pretrained` writes them (of PEFT the adapter's), and
+        `trainer_state.json`: all that the Trainer needs to find its place. The rest is restored
+        where training begins. With several ranks every rank calls it.
+
+        Args:
+            folder: where `checkpoint-STEP` is made, and stays; by default beside the snapshots,
+                and only until training begins.
+
+        Returns:
+            Its path, or None when there is no snapshot yet.
+
+        Raises:
+            ConfigError: `bind` was not called. NoSnapshotError: no snapshot is whole.
+        """
+        trainer = self._bound()
+        with trainer.args.main_process_first(local=True, desc="lightck: checkpoint"):
+            step = _newest(self.path)
+            if step is None:
+                return None
+            root = Path(folder) if folder is not None else Path(f"{self._root()}-transformers")
+            made = root / f"checkpoint-{step}"
+            if folder is None:
+                self._made = root
+            if trainer.args.local_process_index <= 0:
+                if folder is None:
+                    shutil.rmtree(root, ignore_errors=True)  # from a run that was killed
+                self._write(step, made)
+        return str(made)
+
+    # ---- what the Trainer calls ---------------------------------------------------------------
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        """Restore and attach: all is made and loaded, and no batch is drawn.
+
+        Raises:
+            ConfigError: the training could not be resumed exactly; it says why and what to write.
+            LightckError: as `lightck.restore` and `lightck.attach` raise them; the training has not
+                begun.
+        """
+        trainer = self._bound()
+        _refuse(trainer, given.get("train_dataloader"))
+        inside = _Sums(trainer)
+        extras = {
+            "transformers/schedule": lightck.at_forward(given["lr_scheduler"]),
+            _STATE: lightck.at_forward(inside),
+            **self.extras,
+        }
+        if trainer.accelerator.scaler is not None:
+            extras["transformers/scaler"] = trainer.accelerator.scaler
+        optimizer = getattr(given["optimizer"], "optimizer", given["optimizer"])
+        where = (trainer.model_wrapped, optimizer, self.path)
+        begun = state.global_step
+        self.info = lightck.restore(*where, extras=extras, step=begun or "latest")
+        if self.info is not None and self.info.step != begun:
+            raise ConfigError(
+                f"the Trainer begins at step {begun}, and the newest snapshot at {self.info.path}"
+                f" is of step {self.info.step}: write trainer.train(resume_from_checkpoint="
+                "callback.checkpoint()), or take another path for a new run"
+            )
+        if self._made is not None and trainer.args.local_process_index <= 0:
+            shutil.rmtree(self._made, ignore_errors=True)  # all ranks have read it
+        self.handle = lightck.attach(*where, extras=extras, **self.settings)
+
+    def on_log(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        """Commit the last step and detach where the Trainer logs its sums: training has ended.
+
+        It loads the best model next, which is no step of this run.
+        """
+        if "train_runtime" in (given.get("logs") or {}):
+            self._close()
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        """Detach, if that was not done yet."""
+        self._close()
+
+    # ---- inside ------------------------------------------------------------------------------
+
+    def _bound(self) -> Any:
+        if self._trainer is None:
+            raise ConfigError(
+                "the callback knows no Trainer: write ck = LightckCallback(path).bind(trainer), and"
+                " not Trainer(callbacks=[...])"
+            )
+        return self._trainer
+
+    def _root(self) -> str:
+        return os.fspath(Config.resolve(path=self.path).path)
+
+    def _close(self) -> None:
+        if self.handle is not None:
+            self.handle.close()
+
+    def _write(self, step: int, made: Path) -> None:
+        """Write the folder complete or not at all; it is read by this process only."""
+        snapshot = lightck.load(self.path, step)
+        made.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".lightck-", dir=made.parent) as folder:
+            whole = Path(folder) / made.name
+            whole.mkdir()
+            _save(self._trainer.model, snapshot["model"], whole)
+            (whole / "trainer_state.json").write_text(_as_json(snapshot["extras"][_STATE]))
+            shutil.rmtree(made, ignore_errors=True)
+            whole.rename(made)
+
+
+class _Sums:
+    """The state of a Trainer: the one place that knows what it keeps to itself.
+
+    `tests/integrations/test_seams.py` names every attribute that is used here. The
+    state is taken at the start of a forward: what was logged and evaluated behind the last step is
+    in it, and of the step to come nothing.
+    """
+
+    _KEPT = (
+        "_total_loss_scalar",
+        "_globalstep_last_logged",
+        "_initial_global_step",
+        "current_flos",
+    )
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self._log: list[str] = []
+        """The log's entries as JSON: each is written once, and then stays."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the Trainer's state in the parts of its `trainer_state.json`, and its sums."""
+        trainer, state = self._trainer, self._trainer.state
+        history = state.log_history
+        del self._log[len(history) :]
+        self._log += [json.dumps(each) for each in history[len(self._log) :]]
+        left = {"log_history", "stateful_callbacks", *_OF_RANKS}
+        names = [each.name for each in dataclasses.fields(state) if each.name not in left]
+        return {
+            "state": {name: getattr(state, name) for name in names},
+            "log": self._log,
+            "callbacks": [
+                [type(each).__name__, json.dumps(each.state())] for each in self._exportable()
+            ],
+            "sums": {name: getattr(trainer, name) for name in self._KEPT},
+            "loss": float(trainer._tr_loss.item()),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load what the Trainer has not loaded from the folder of `checkpoint`."""
+        trainer = self._trainer
+        for name, value in state["sums"].items():
+            setattr(trainer, name, value)
+        trainer._tr_loss.fill_(state["loss"])
+        saved = list(state["callbacks"])
+        for each in self._exportable()[:-1]:  # the control's flags are for a step that is over
+            mine = next((pair for pair in saved if pair[0] == type(each).__name__), None)
+            if mine is not None:
+                saved.remove(mine)
+                for name, value in json.loads(mine[1]).get("attributes", {}).items():
+                    setattr(each, name, value)
+
+    def _exportable(self) -> list[Any]:
+        """Return the callbacks that keep a state, and the control, as the Trainer does."""
+        every = [*self._trainer.callback_handler.callbacks, self._trainer.control]
+        return [each for each in every if isinstance(each, ExportableState)]
+
+
+def _as_json(state: dict[str, Any]) -> str:
+    """Return the `trainer_state.json` of a state that `_Sums` has taken."""
+    callbacks: dict[str, Any] = {}
+    for name, text in state["callbacks"]:
+        callbacks.setdefault(name, []).append(json.loads(text))
+    every = {
+        **state["state"],
+        **dict.fromkeys(_OF_RANKS, True),
+        "log_history": [json.loads(each) for each in state["log"]],
+        "stateful_callbacks": {k: v[0] if len(v) == 1 else v for k, v in callbacks.items()},
+    }
+    return json.dumps(every, indent=2, sort_keys=True) + "\n"
+
+
+def _save(model: Any, tensors: Mapping[str, torch.Tensor], folder: Path) -> None:
+    """Write the weights as the Trainer's own checkpoints have them."""
+    state = dict(tensors)
+    if hasattr(model, "save_pretrained"):
+        model.save_pretrained(folder, state_dict=state)
+        return
+    from safetensors.torch import save_file
+
+    save_file({k: v.contiguous().clone() for k, v in state.items()}, folder / "model.safetensors")
+
+
+def _newest(path: str | os.PathLike[str] | None) -> int | None:
+    """Return the step that `lightck.restore` would take; None: there is nothing at all.
+
+    Raises:
+        NoSnapshotError: snapshots are there, and none is whole.
+    """
+    rows = lightck.snapshots(path).to_pylist()
+    whole = {row["step"]: row["early"] for row in rows if row["state"] == "whole"}
+    if not whole:
+        if rows:
+            lightck.load(path)  # says what is wrong with them
+        return None
+    newest: int = max(whole)
+    return newest - 1 if whole[newest] and whole.get(newest - 1) is False else newest
+
+
+def _refuse(trainer: Any, loader: Any) -> None:
+    """Refuse what could not be resumed exactly."""
+    args = trainer.args
+    if trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
+        raise ConfigError(
+            "the Trainer runs DeepSpeed or FSDP, which this callback was not made for: train by DDP"
+            " (torchrun), or take the Trainer's own checkpoints"
+        )
+    if getattr(args, "enable_jit_checkpoint", False):
+        raise ConfigError(
+            "enable_jit_checkpoint=True answers SIGTERM, and so does lightck: leave it out"
+        )
+    if args.auto_find_batch_size:
+        raise ConfigError("auto_find_batch_size=True begins the training again: give a batch size")
+    if args.ignore_data_skip:
+        raise ConfigError("ignore_data_skip=True begins the epoch again: leave it out")
+    if isinstance(getattr(loader, "dataset", None), IterableDataset):
+        raise ConfigError(
+            f"the position in a {type(loader.dataset).__name__} could not be found again exactly:"
+            " take a dataset with a length and indices"
+        )
+    batches = getattr(loader, "batch_sampler", None)
+    batches = getattr(batches, "batch_sampler", batches)  # Accelerate's share of several ranks
+    sampler = getattr(batches, "sampler", None)
+    if isinstance(sampler, lightck.ResumableSampler):
+        raise ConfigError(
+            "the Trainer skips what a resumed run has behind it, and so would the ResumableSampler:"
+            " leave the sampler out"
+        )
+    strategy = getattr(args, "train_sampling_strategy", "random")
+    if strategy not in ("random", "sequential"):
+        raise ConfigError(
+            f"train_sampling_strategy={strategy!r} draws its order from the global generators, and"
+            " a resumed run would find another one: take 'random' or 'sequential'"
+        )

@@ -1,0 +1,51 @@
+"""A loop of Accelerate's is killed anywhere and goes on bit for bit, its body as it was."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from support.integrations.chain import Chain
+
+FRAMEWORK = "accelerate"
+MODULES = ("accelerate",)
+
+# An epoch is 11 batches on one rank, 6 on each of two; batches are counted from 0.
+PLACES = ("forward 0", "forward 5", "forward 10", "validation 0.1", "forward 11", "forward 15",
+          "validation 1.2")  # fmt: skip
+OF_TWO = ("forward 0", "forward 4", "forward 5", "validation 0.1", "forward 6", "forward 10")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "seeded", "params", "places"),
+    [
+        (1, False, {"augment": True}, PLACES),
+        (1, False, {"augment": True, "seedable": True, "accumulate": 2}, PLACES),
+        (1, True, {"augment": True, "workers": 2, "accumulate": 2}, PLACES),
+        (1, False, {"augment": True, "sampler": True, "workers": 2}, PLACES),
+        (2, False, {"augment": True, "accumulate": 2}, OF_TWO),
+    ],
+)
+def test_the_loop_goes_on_bit_for_bit(
+    chain: Callable[..., Chain],
+    ranks: int,
+    seeded: bool,
+    params: dict[str, Any],
+    places: tuple[str, ...],
+) -> None:
+    chain("accelerate_loop.py", params=params, ranks=ranks, seeded=seeded).check(*places)
+
+
+@pytest.mark.parametrize(
+    ("params", "text"),
+    [
+        ({"stateful": True}, "prepared with use_stateful_dataloader=True"),
+        ({"unprepared": True}, "that accelerator.prepare has not returned: prepare it"),
+    ],
+)
+def test_what_could_not_be_exact_is_refused_with_the_way_out(
+    chain: Callable[..., Chain], params: dict[str, Any], text: str
+) -> None:
+    chain("accelerate_loop.py", params=params).refused(text)

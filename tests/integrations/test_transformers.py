@@ -1,0 +1,76 @@
+"""HF's Trainer is killed anywhere and goes on bit for bit, also with LoRA and on two ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from support.integrations.chain import Chain
+
+FRAMEWORK = "transformers"
+MODULES = ("transformers.trainer", "accelerate", "peft", "datasets")
+
+# An epoch is 11 batches on one rank, 6 on each of two; places are named by step and micro-batch.
+PLACES = ("forward 0.0", "forward 6.0", "forward 10.0", "validation 12", "forward 15.0")
+OF_TWO = (
+    "forward 0.0",
+    "forward 3.0",
+    "forward 5.0",
+    "forward 6.0",
+    "validation 8",
+    "forward 10.0",
+)
+MICRO = ("forward 0.0", "forward 3.1", "forward 5.0", "validation 8", "forward 10.0")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "seeded", "params", "places"),
+    [
+        (1, False, {"augment": True}, PLACES),
+        (1, True, {"augment": True, "workers": 2}, PLACES),
+        (1, False, {"augment": True, "accumulate": 2, "patience": 9}, MICRO),
+        (1, False, {"peft": True, "save": "steps"}, PLACES),
+        (2, False, {"augment": True}, OF_TWO),
+    ],
+)
+def test_train_goes_on_bit_for_bit(
+    chain: Callable[..., Chain],
+    ranks: int,
+    seeded: bool,
+    params: dict[str, Any],
+    places: tuple[str, ...],
+) -> None:
+    chain("transformers_train.py", params=params, ranks=ranks, seeded=seeded).check(*places)
+
+
+def test_a_trainer_that_is_given_a_sampler_and_counts_from_0_again_goes_on_bit_for_bit(
+    chain: Callable[..., Chain],
+) -> None:
+    chain("transformers_sampler.py").check("forward 0", "forward 7", "forward 16", "forward 24")
+
+
+@pytest.mark.parametrize(
+    ("params", "text"),
+    [
+        ({"arguments": {"ignore_data_skip": True}}, "ignore_data_skip=True begins"),
+        ({"arguments": {"auto_find_batch_size": True}}, "auto_find_batch_size=True begins"),
+        ({"arguments": {"enable_jit_checkpoint": True}}, "enable_jit_checkpoint=True answers"),
+        ({"arguments": {"train_sampling_strategy": "group_by_length"}}, "take 'random' or"),
+        ({"unbound": True}, "the callback knows no Trainer"),
+    ],
+)
+def test_what_could_not_be_exact_is_refused_with_the_way_out(
+    chain: Callable[..., Chain], params: dict[str, Any], text: str
+) -> None:
+    chain("transformers_train.py", params=params).refused(text)
+
+
+def test_a_trainer_that_begins_anew_beside_snapshots_is_refused(
+    chain: Callable[..., Chain],
+) -> None:
+    run = chain("transformers_train.py")
+    run.killed("forward 6.0")
+    run.params = {"forgets": True}
+    assert any(run.life(on=True)) and "resume_from_checkpoint=callback.checkpoint()" in run.log

@@ -1,0 +1,1 @@
+"""Tests of the integrations share a script's probe, its server, and the chain of its lives."""
