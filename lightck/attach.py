@@ -22,12 +22,14 @@ from lightck.distributed.rendezvous import Rendezvous, meeting
 from lightck.distributed.rounds import AgreementRounds
 from lightck.distributed.sharding import ReplicatedTensors, SharePartitioner
 from lightck.distributed.topology import Topology, agree_on_topology
-from lightck.errors import LightckError
+from lightck.errors import ConfigError, LightckError, RegionError
 from lightck.events import Subscriber, event
 from lightck.failure.hang import HangWatch
 from lightck.failure.jit_save import JitSaver
 from lightck.failure.jit_save_ranks import RankJitSaver
 from lightck.handle import Components, Handle, release
+from lightck.history import item
+from lightck.history.history import History, leave_behind
 from lightck.journal.boundary_state import BoundaryState
 from lightck.journal.device_lag import DeviceLag
 from lightck.journal.pre_fence import PreFencePredictor
@@ -45,6 +47,7 @@ from lightck.loop.trace_listener import TraceListener
 from lightck.pipeline.commit_barrier import CommitBarrier, SingleProcessBarrier
 from lightck.pipeline.schedule import schedule
 from lightck.pipeline.streamed import StreamPipeline
+from lightck.policy import Keep
 from lightck.reader.fill import install_pending, tell_unfilled
 from lightck.region import claim, failure_region
 from lightck.region.claim import ClaimedLocation
@@ -207,6 +210,11 @@ class _Parts:
         self, optimizers: list[Optimizer]
     ) -> tuple[Topology, ReplicatedTensors, Inventory, Region]:
         """Return this rank's region, with room for its share, once all ranks know the topology."""
+        if item.is_item(self.config.path):
+            raise RegionError(
+                f"{self.config.path} is an item of a history, which nothing is written to: restore"
+                " from there, and attach at a path of its own"
+            )
         found = claim.find(self.config, self.ranks.rank, self.progress.continuation)
         self.undo.append(found.close)
         topology = self.ranks.agree(partial(self._topology, found))
@@ -271,7 +279,10 @@ class _Parts:
         if topology.rank == min(topology.peers):
             at = steps.step if region.written_here else -1
             failure_region.begin_timeline(region, known.restored, at, chosen)
+            leave_behind(region.place.path, at)
         region.begin_timeline(region.continued, chosen)
+        if checkpointer.outcomes.history is not None:
+            checkpointer.outcomes.history.begin([s.record for s in region.slots if s.record])
         if checkpointer.step_journal is not None:
             checkpointer.step_journal.start(steps.step)
         listener: Listener = checkpointer
@@ -319,7 +330,8 @@ class _Parts:
     ) -> Checkpointer:
         """Build the checkpointer and all that it calls."""
         known, boundary_state = self.progress, BoundaryState(inventory)
-        outcomes = Outcomes(pipeline, inventory, steps, self.reporter)
+        history = self._history(topology, pipeline.region)
+        outcomes = Outcomes(pipeline, inventory, steps, self.reporter, history)
         early = known.early and known.step == steps.step and not known.attached
         due_check = DueCheck(self.config.policy, pipeline.barrier, early)
         stall_timer, movement = StallTimer(pipeline.trace), Movement(self.extras)
@@ -349,6 +361,28 @@ class _Parts:
             device_lag=device_lag,
             predictor=predictor,
         )
+
+    def _history(self, topology: Topology, region: Region) -> History | None:
+        """Return what keeps snapshots beyond the slots, if the config asks for it."""
+        config = self.config
+        if config.keep is None:
+            return None
+        assert isinstance(config.keep, Keep), "checked"
+        place = region.place
+        if not place.is_plain or place.path == place.file or region.info.medium == "hugetlbfs":
+            raise ConfigError(
+                f"keep = {config.keep}: a history is a folder of ordinary files beside the region,"
+                f" and {place.file} is none; choose a folder on a file system as path"
+            )
+        found = History(
+            place,
+            config.keep,
+            rank=topology.rank,
+            ranks=tuple(sorted(topology.peers)),
+            bytes_per_s=config.write_limit,
+        )
+        self.undo.append(partial(found.close, config.close_timeout_s))
+        return found
 
     def _rescue(
         self, checkpointer: Checkpointer, topology: Topology, timeline: int | None

@@ -23,12 +23,12 @@ from lightck.errors import (
 )
 from lightck.load import region_files, row, snapshot_columns
 from lightck.reader.assembly import AssembledSnapshot
-from lightck.region import location, native_region
+from lightck.region import location
 from lightck.region.backends.select import every_file
 from lightck.region.layout import Entry, Shard
 from lightck.region.medium import GRANULARITIES
 from lightck.region.native_pool import usual_threads
-from lightck.region.region import Candidate, Region, open_and_recover
+from lightck.region.region import Candidate, Region, open_and_recover, payload_reads
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -267,7 +267,7 @@ def _check(
 
 def _damaged(region: Region, candidate: Candidate, progress: Callable[[int], object]) -> list[str]:
     """Return the names of the tensors whose bytes do not match their checksums."""
-    rows, names = _rows_of(candidate)
+    rows, names = payload_reads(candidate)
     bad, begin = [], 0
     while begin < len(rows):
         sizes = np.cumsum(rows["length"][begin:])
@@ -279,13 +279,3 @@ def _damaged(region: Region, candidate: Candidate, progress: Callable[[int], obj
         progress(int(rows["length"][begin:end].sum()))
         begin = end
     return bad
-
-
-def _rows_of(candidate: Candidate) -> tuple[np.ndarray[Any, Any], list[str]]:
-    """Return the reads that check what one region has of a snapshot, and the name of each row."""
-    entries = candidate.layout.entries
-    rows = np.zeros(len(entries), native_region.READ_DTYPE)
-    rows["offset"], rows["length"] = candidate.layout.offsets, candidate.layout.lengths
-    rows["crc"] = candidate.manifest.crcs
-    chosen = np.flatnonzero(candidate.layout.lengths > 0)
-    return rows[chosen], [entries[i].name for i in chosen]

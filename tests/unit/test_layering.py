@@ -19,7 +19,7 @@ _FLOORS = {
     2: {"policy", "device"},
     3: {"config"},
     4: {"region"},
-    5: {"state", "tracing", "optim"},
+    5: {"state", "tracing", "optim", "history"},
     6: {"data"},
     7: {"reader", "pipeline"},
     8: {"journal"},
