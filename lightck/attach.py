@@ -18,6 +18,7 @@ from lightck.distributed.commit.distributed_barrier import DistributedBarrier
 from lightck.distributed.ddp_buckets import Arrangements
 from lightck.distributed.ddp_communication import DdpCommunication, ddp_modules
 from lightck.distributed.divergence import ReplicaSamples
+from lightck.distributed.history_choice import HistoryChoice
 from lightck.distributed.rendezvous import Rendezvous, meeting
 from lightck.distributed.rounds import AgreementRounds
 from lightck.distributed.sharding import ReplicatedTensors, SharePartitioner
@@ -29,7 +30,7 @@ from lightck.failure.jit_save import JitSaver
 from lightck.failure.jit_save_ranks import RankJitSaver
 from lightck.handle import Components, Handle, release
 from lightck.history import item
-from lightck.history.history import History, leave_behind
+from lightck.history.history import History, holds, leave_behind
 from lightck.journal.boundary_state import BoundaryState
 from lightck.journal.device_lag import DeviceLag
 from lightck.journal.pre_fence import PreFencePredictor
@@ -279,10 +280,16 @@ class _Parts:
         if topology.rank == min(topology.peers):
             at = steps.step if region.written_here else -1
             failure_region.begin_timeline(region, known.restored, at, chosen)
-            leave_behind(region.place.path, at)
+            leave_behind(region.place.path, max(at, self._kept_step(region, steps)))
         region.begin_timeline(region.continued, chosen)
         if checkpointer.outcomes.history is not None:
-            checkpointer.outcomes.history.begin([s.record for s in region.slots if s.record])
+            choice = None
+            if timeline is not None:
+                store = self.ranks.store.below(f"t{timeline:x}/history")
+                choice = HistoryChoice(store, chooses=topology.rank == 0)
+            checkpointer.outcomes.history.begin(
+                [s.record for s in region.slots if s.record], choice
+            )
         if checkpointer.step_journal is not None:
             checkpointer.step_journal.start(steps.step)
         listener: Listener = checkpointer
@@ -361,6 +368,13 @@ class _Parts:
             device_lag=device_lag,
             predictor=predictor,
         )
+
+    def _kept_step(self, region: Region, steps: Steps) -> int:
+        """Return the step that was restored from this run's history, if the model is at it."""
+        restored = self.progress.restored
+        if restored is None or restored[1] != steps.step:
+            return -1
+        return restored[1] if holds(region.place, restored) else -1
 
     def _history(self, topology: Topology, region: Region) -> History | None:
         """Return what keeps snapshots beyond the slots, if the config asks for it."""

@@ -21,6 +21,7 @@ from lightck.errors import (
     RegionBusyError,
     RegionIOError,
 )
+from lightck.history import item
 from lightck.load import region_files, row, snapshot_columns
 from lightck.reader.assembly import AssembledSnapshot
 from lightck.region import location
@@ -194,6 +195,37 @@ def _described(entry: Entry) -> dict[str, Any]:
 
 def _part_of(shard: Shard) -> str:
     return f"{list(shard.shape)} at {list(shard.offset)}, {shard.placements}"
+
+
+def kept(path: str | os.PathLike[str] | None = None) -> list[dict[str, Any]]:
+    """Describe what the history at `path` keeps, newest first; nothing of the payload is read.
+
+    Returns:
+        One dict per step: `step`, `state` (`kept`, `unfinished`, or `left`: of a branch that a
+        later attach left), `time`, `epoch`, `metrics`, `pinned`, `bytes`, `folder`.
+
+    Raises:
+        RegionError: the place is not safe.
+    """
+    where = location.locate(Config.resolve(path=path).path, 0, create=False)
+    if where.path == where.file:
+        return []
+    found = []
+    for each, left in item.every_item_and_left(where.path):
+        files = [file.stat() for file in each.folder.glob("region-*.lck")]
+        found.append(
+            {
+                "step": each.kept.step,
+                "state": "left" if left else "kept" if each.is_whole else "unfinished",
+                "time": datetime.fromtimestamp(each.kept.time_s, UTC),
+                "epoch": each.kept.epoch,
+                "metrics": dict(each.kept.metrics),
+                "pinned": each.kept.pinned,
+                "bytes": sum(file.st_blocks * 512 for file in files),
+                "folder": str(each.folder),
+            }
+        )
+    return sorted(found, key=lambda row: (row["state"] == "left", -row["step"]))
 
 
 def check(

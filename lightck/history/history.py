@@ -32,9 +32,10 @@ from lightck.policy.keep import (
     steps_to_keep,
     would_keep,
 )
+from lightck.region import location
 from lightck.region.location import Location
 from lightck.region.native_region import Record
-from lightck.region.region import Region
+from lightck.region.region import Region, open_and_recover
 from lightck.region.snapshot_copy import copy_snapshot
 
 HELD_S = 10.0
@@ -48,7 +49,7 @@ _REMEMBERED = 64
 """Steps whose metrics are remembered before they are kept."""
 
 
-class Choice(Protocol):
+class KeepChoice(Protocol):
     """The choice of the steps to keep, which rank 0 makes for all ranks. Each call may raise."""
 
     chooses: bool
@@ -101,7 +102,7 @@ class History:
         self._leases = Region.open(where, writable=False)
         self._state = threading.Condition()  # guards all below, and the leases
         self._describing = threading.Lock()
-        self._choice: Choice | None = None
+        self._choice: KeepChoice | None = None
         self._items: dict[int, Kept] = {}
         self._inexact: set[int] = set()
         """The steps whose items are early."""
@@ -120,7 +121,7 @@ class History:
 
     # ---- begin and end ---------------------------------------------------------------------------
 
-    def begin(self, records: Iterable[Record] = (), choice: Choice | None = None) -> None:
+    def begin(self, records: Iterable[Record] = (), choice: KeepChoice | None = None) -> None:
         """Begin to keep what is committed; call it once the region has its timeline.
 
         Args:
@@ -345,8 +346,10 @@ class History:
                 untold, self._untold = self._untold, set()
                 unkept, self._unkept = self._unkept, set()
                 offer = self._next() if self._offers else None
-                if self._closing and offer is None and not (untold or unkept):
-                    return
+                done = self._closing and offer is None and not (untold or unkept)
+            if done:
+                self._await_others()
+                return
             for step in untold:
                 self._tell(step)
             for step in unkept:
@@ -354,6 +357,17 @@ class History:
             if offer is not None and not self._take(offer):
                 with self._state:
                     self._state.wait(_POLL_S)
+
+    def _await_others(self) -> None:
+        """Wait for the other ranks of the folder, which ask rank 0 what it keeps; bounded."""
+        deadline = time.monotonic() + CHOICE_S
+        chooses = self._choice is not None and self._choice.chooses
+        with contextlib.suppress(LightckError):
+            while chooses and time.monotonic() < deadline:
+                if all(e.is_whole for e in item.every_item(self._where.path)):
+                    self._prune()
+                    return
+                time.sleep(_POLL_S)
 
     def _next(self) -> _Offer | None:
         """Return the offer to take: of one rank a reported one, else the newest."""
@@ -506,3 +520,15 @@ def leave_behind(run: Path, step: int) -> None:
     if moved:
         why = f"the run goes on from step {max(step, 0)}"
         event("history_left", steps=[*moved], path=folder / item.LEFT, why=why)
+
+
+def holds(where: Location, snapshot: tuple[int, int]) -> bool:
+    """Return whether the history beside a region has the snapshot of this (timeline, step)."""
+    kept = item.place(where.path, snapshot[1], 0)
+    with contextlib.suppress(LightckError):
+        for file in location.every_rank(kept):
+            region, recovery = open_and_recover(file)
+            region.close()
+            if any((c.record.timeline, c.record.step) == snapshot for c in recovery.candidates):
+                return True
+    return False

@@ -32,6 +32,7 @@ LEFT = "left"
 DESCRIPTION = "item.json"
 PIN = "pinned"
 _STEP = re.compile(r"step-(0|[1-9][0-9]{0,18})")
+_LEFT_STEP = re.compile(_STEP.pattern + r"(\.[0-9]+)?")
 _GONE = re.compile(r"\.gone-[0-9a-f]{8}")
 _MOST_BYTES = 1 << 20
 """The largest description that is read."""
@@ -100,6 +101,14 @@ def every_item(run: Path) -> list[Item]:
     return sorted(found, key=lambda item: item.kept.step)
 
 
+def every_item_and_left(run: Path) -> list[tuple[Item, bool]]:
+    """Return the items of a history with False, and with True those of branches that were left."""
+    left = folder_of(run) / LEFT
+    names = [(name, _LEFT_STEP.fullmatch(name)) for name in _names(left)]
+    others = [_read(left / name, int(matched[1])) for name, matched in names if matched]
+    return [*((each, False) for each in every_item(run)), *((each, True) for each in others)]
+
+
 def _names(folder: Path) -> list[str]:
     try:
         return os.listdir(folder)
@@ -150,7 +159,7 @@ def describe(where: Location, kept: Kept, ranks: tuple[int, ...]) -> None:
         "step": kept.step,
         "time_s": kept.time_s,
         "epoch": kept.epoch,
-        "metrics": _plain(kept.metrics),
+        "metrics": plain(kept.metrics),
         "ranks": list(ranks),
     }
     file = Location(where.path, where.path / DESCRIPTION, is_device=False)
@@ -162,7 +171,7 @@ def describe(where: Location, kept: Kept, ranks: tuple[int, ...]) -> None:
             raise RegionError(f"{file.file}: cannot be written: {error.strerror}") from error
 
 
-def _plain(metrics: Mapping[str, float]) -> dict[str, float | str]:
+def plain(metrics: Mapping[str, float]) -> dict[str, float | str]:
     """Return metrics as JSON has them, which lacks nan and inf: their text stands for them."""
     finite = {-float("inf"), float("inf")}
     return {k: str(v) if v != v or v in finite else v for k, v in metrics.items()}
@@ -192,6 +201,13 @@ def _delete(folder: Path) -> None:
     for name in os.listdir(folder):
         os.unlink(folder / name)
     os.rmdir(folder)
+
+
+def remove_folder(run: Path) -> None:
+    """Remove the folders of a history that has no item any more; what else lies there stays."""
+    for folder in (folder_of(run) / LEFT, folder_of(run)):
+        with contextlib.suppress(OSError):
+            os.rmdir(folder)
 
 
 def remove_remains(run: Path) -> None:

@@ -121,7 +121,7 @@ class Outcomes:
     steps: Steps
     reporter: ErrorReporter
     history: History | None = None
-    """What keeps snapshots beyond the slots."""
+    """The history, which keeps snapshots beyond the slots; None: there is none."""
     wanted: list[Future[int]] = field(default_factory=list)
     """Futures of `snapshot()` calls that wait for the next boundary."""
     latched: bool = False

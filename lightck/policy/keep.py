@@ -288,7 +288,7 @@ class Within(CombinableKeep):
 
 
 @dataclass(frozen=True, init=False)
-class Steps(CombinableKeep):
+class GivenSteps(CombinableKeep):
     """A policy that keeps the snapshots of the given steps.
 
     Args:
@@ -313,6 +313,9 @@ class Steps(CombinableKeep):
 
     def __str__(self) -> str:
         return " ".join(["steps", *map(str, sorted(self.steps))])
+
+
+Steps = GivenSteps
 
 
 def _positive_int(key: str, value: object) -> None:

@@ -39,6 +39,7 @@ _FACES_USE = {
     *("attach", "handle", "restore", "load", "examine", "pmdk", "watch", "removal"),
     *("config", "errors", "policy", "types", "__init__"),
     "failure",
+    "history",
 }
 _HANDED_OUT = {
     "lightck.optim",
