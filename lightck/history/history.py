@@ -200,7 +200,7 @@ class History:
             if self._closed:
                 return
             self._newest = record, epoch
-            self._missed(record.step)
+            self._find_missed(record.step)
             if self._alone and not self._is_chosen(record, epoch):
                 if record.step in self._wanted:
                     self._wanted.discard(record.step)
@@ -212,14 +212,11 @@ class History:
                     self._drop(each)
             self._offer(record, epoch)
 
-    def _missed(self, newest: int) -> None:
+    def _find_missed(self, newest: int) -> None:
         """Say that reported steps before the newest have no snapshot: it slipped, or was lost."""
         has = {each.record.step for each in (*self._offers, self._copying) if each}
         for step in sorted(s for s in self._wanted - has if s < newest):
-            self._wanted.discard(step)
-            self._unkept.add(step)
-            why = "its snapshot slipped or was lost: see the events before"
-            event("history_missed", logging.WARNING, step=step, why=why)
+            self.missed(step, "its snapshot slipped or was lost: see the events before")
 
     def report(self, step: int, metrics: Mapping[str, float]) -> bool:
         """Note metrics of a step; return whether a snapshot of it has to be taken for them.
@@ -256,6 +253,14 @@ class History:
             return False
         self._offer(*self._newest)
         return True
+
+    def missed(self, step: int, why: str) -> None:
+        """Say that a reported step cannot be kept, and why."""
+        with self._state:
+            self._wanted.discard(step)
+            self._unkept.add(step)
+            self._state.notify_all()
+        event("history_missed", logging.WARNING, step=step, why=why)
 
     def slot_needed(self, wait_s: float = 0.0) -> None:
         """Give back slots that the training needs, once a copy has held one for `HELD_S`.

@@ -79,7 +79,7 @@ class Requests:
             "it has no snapshot, and its state cannot be taken any more: call report before the"
             " next forward begins"
         )
-        event("history_missed", logging.WARNING, step=step, why=why)
+        history.missed(step, why)
 
     def _await_slot(self) -> None:
         if self.outcomes.history is not None:
