@@ -193,6 +193,26 @@ def test_a_best_step_whose_copy_a_kill_cut_short_is_kept_by_the_next_life(
     check_items(run_dir, loop)
 
 
+def test_the_best_is_kept_however_slowly_it_is_copied(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, loop = history.copy_snapshot, adam_loop()
+
+    def slow(*given: Any, **named: Any) -> None:
+        threading.Event().wait(0.1)  # the training goes on meanwhile, and needs the two slots
+        real(*given, **named)
+
+    monkeypatch.setattr(history, "copy_snapshot", slow)
+    with attach(run_dir, loop, policy=1, slots=2, keep="newest 1 or best 3 loss") as handle:
+        for step in range(1, 41):
+            loop.run(1)
+            if step in (5, 20, 21):
+                handle.report(loss=1 / step)
+        loop.note()
+    assert {5, 20, 21} <= {*kept_steps(run_dir)}
+    check_items(run_dir, loop)
+
+
 # ---- what goes wrong -----------------------------------------------------------------------------
 
 
