@@ -45,7 +45,7 @@ def life(path: Path, until: int, tell: Callable[[int], object]) -> Loop:
 
 
 def golden(until: int) -> dict[int, Any]:
-    """What a run that nothing interrupts has at each step."""
+    """Return what a run that nothing interrupts has at each step."""
 
     def job() -> dict[int, Any]:
         loop = adam_loop()
