@@ -262,17 +262,18 @@ class History:
             self._state.notify_all()
         event("history_missed", logging.WARNING, step=step, why=why)
 
-    def slot_needed(self, wait_s: float = 0.0) -> None:
-        """Give back slots that the training needs, once a copy has held one for `HELD_S`.
+    def slot_needed(self, wait_s: float = 0.0, held_s: float | None = None) -> None:
+        """Give back slots that the training needs, once a copy has held one for `held_s`.
 
         That copy fails then. With `wait_s` it waits so long at most for slots to be given back,
         but for that of the newest snapshot, which no other takes.
         """
         deadline, given = time.monotonic() + wait_s, []
+        held_s = HELD_S if held_s is None else held_s
         with self._state:
             while held := self._holding():
                 copying = self._copying
-                if copying is not None and time.monotonic() - copying.since_s >= HELD_S:
+                if copying is not None and time.monotonic() - copying.since_s >= held_s:
                     given = [each.record.step for each in held]
                     for each in held:
                         each.given_back = True
@@ -285,7 +286,7 @@ class History:
                     break
                 self._state.wait(min(left_s, _POLL_S))
         if given:
-            why = f"not copied within {HELD_S:g} s, and the slot was needed"
+            why = f"not copied within {held_s:g} s, and the slot was needed"
             event("history_slow", logging.WARNING, steps=given, why=why)
 
     def _holding(self) -> list[_Offer]:

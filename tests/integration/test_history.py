@@ -293,6 +293,21 @@ def test_a_hanging_disk_neither_stops_training_nor_keeps_its_slot(
     until.set()
 
 
+def test_a_copy_that_hangs_does_not_keep_a_failing_training_from_its_slot(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    until, loop = threading.Event(), adam_loop()
+    monkeypatch.setattr(history, "copy_snapshot", _stuck(until))
+    with attach(run_dir, loop, policy=1, slots=2, keep=3, close_timeout_s=10) as handle:
+        loop.run(1)
+        handle.wait()  # step 0 or 1 is copied, and held
+        for _ in range(20):
+            loop.run(1)
+        saved = handle.snapshot_now("a test")
+        assert saved.fresh and saved.step == 21, saved.why
+        until.set()
+
+
 def test_a_damaged_item_is_found(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     loop = adam_loop()
     run(run_dir, loop, 4, keep="steps 2")
