@@ -91,7 +91,7 @@ CALLS = ("rename", "replace", "link", "unlink", "fsync", "mkdir", "write", "send
 
 
 CUTS = 4
-"""Of so many calls in a row one is cut, each in its turn as the seed says."""
+"""One of so many calls in a row is cut; the seed says which."""
 
 
 def _cut(at: int) -> None:
