@@ -18,16 +18,19 @@ from lightck.distributed.commit.distributed_barrier import DistributedBarrier
 from lightck.distributed.ddp_buckets import Arrangements
 from lightck.distributed.ddp_communication import DdpCommunication, ddp_modules
 from lightck.distributed.divergence import ReplicaSamples
+from lightck.distributed.history_choice import HistoryChoice
 from lightck.distributed.rendezvous import Rendezvous, meeting
 from lightck.distributed.rounds import AgreementRounds
 from lightck.distributed.sharding import ReplicatedTensors, SharePartitioner
 from lightck.distributed.topology import Topology, agree_on_topology
-from lightck.errors import LightckError
+from lightck.errors import ConfigError, LightckError, RegionError
 from lightck.events import Subscriber, event
 from lightck.failure.hang import HangWatch
 from lightck.failure.jit_save import JitSaver
 from lightck.failure.jit_save_ranks import RankJitSaver
 from lightck.handle import Components, Handle, release
+from lightck.history import item
+from lightck.history.history import History, holds, leave_behind
 from lightck.journal.boundary_state import BoundaryState
 from lightck.journal.device_lag import DeviceLag
 from lightck.journal.pre_fence import PreFencePredictor
@@ -45,6 +48,7 @@ from lightck.loop.trace_listener import TraceListener
 from lightck.pipeline.commit_barrier import CommitBarrier, SingleProcessBarrier
 from lightck.pipeline.schedule import schedule
 from lightck.pipeline.streamed import StreamPipeline
+from lightck.policy import Keep
 from lightck.reader.fill import install_pending, tell_unfilled
 from lightck.region import claim, failure_region
 from lightck.region.claim import ClaimedLocation
@@ -208,6 +212,11 @@ class _Parts:
         self, optimizers: list[Optimizer]
     ) -> tuple[Topology, ReplicatedTensors, Inventory, Region]:
         """Return this rank's region, with room for its share, once all ranks know the topology."""
+        if item.is_item(self.config.path):
+            raise RegionError(
+                f"{self.config.path} is an item of a history, which nothing is written to: restore"
+                " from there, and attach at a path of its own"
+            )
         found = claim.find(self.config, self.ranks.rank, self.progress.continuation)
         self.undo.append(found.close)
         topology = self.ranks.agree(partial(self._topology, found))
@@ -272,7 +281,16 @@ class _Parts:
         if topology.rank == min(topology.peers):
             at = steps.step if region.written_here else -1
             failure_region.begin_timeline(region, known.restored, at, chosen)
+            leave_behind(region.place.path, max(at, self._kept_step(region, steps)))
         region.begin_timeline(region.continued, chosen)
+        if checkpointer.outcomes.history is not None:
+            choice = None
+            if timeline is not None:
+                store = self.ranks.store.below(f"t{timeline:x}/history")
+                choice = HistoryChoice(store, chooses=topology.rank == 0)
+            checkpointer.outcomes.history.begin(
+                [s.record for s in region.slots if s.record], choice
+            )
         if checkpointer.step_journal is not None:
             checkpointer.step_journal.start(steps.step)
         listener: Listener = checkpointer
@@ -320,7 +338,8 @@ class _Parts:
     ) -> Checkpointer:
         """Build the checkpointer and all that it calls."""
         known, boundary_state = self.progress, BoundaryState(inventory)
-        outcomes = Outcomes(pipeline, inventory, steps, self.reporter)
+        history = self._history(topology, pipeline.region)
+        outcomes = Outcomes(pipeline, inventory, steps, self.reporter, history)
         early = known.early and known.step == steps.step and not known.attached
         due_check = DueCheck(self.config.policy, pipeline.barrier, early)
         stall_timer, movement = StallTimer(pipeline.trace), Movement(self.extras)
@@ -350,6 +369,35 @@ class _Parts:
             device_lag=device_lag,
             predictor=predictor,
         )
+
+    def _kept_step(self, region: Region, steps: Steps) -> int:
+        """Return the step that was restored from this run's history, if the model is at it."""
+        restored = self.progress.restored
+        if restored is None or restored[1] != steps.step:
+            return -1
+        return restored[1] if holds(region.place, restored) else -1
+
+    def _history(self, topology: Topology, region: Region) -> History | None:
+        """Return what keeps snapshots beyond the slots, if the config asks for it."""
+        config = self.config
+        if config.keep is None:
+            return None
+        assert isinstance(config.keep, Keep), "checked"
+        place = region.place
+        if not place.is_plain or place.path == place.file or region.info.medium == "hugetlbfs":
+            raise ConfigError(
+                f"keep = {config.keep}: a history is a folder of ordinary files beside the region,"
+                f" and {place.file} is none; choose a folder on a file system as path"
+            )
+        found = History(
+            place,
+            config.keep,
+            rank=topology.rank,
+            ranks=tuple(sorted(topology.peers)),
+            bytes_per_s=config.write_limit,
+        )
+        self.undo.append(partial(found.close, config.close_timeout_s))
+        return found
 
     def _rescue(
         self, checkpointer: Checkpointer, topology: Topology, timeline: int | None

@@ -19,7 +19,8 @@ from typing import Any, Literal
 
 from lightck.errors import ConfigError
 from lightck.keywords import near
-from lightck.policy import EverySteps, parse
+from lightck.policy import EverySteps, Keep, parse
+from lightck.policy.keep import parse_keep
 from lightck.types import Failure, Policy
 
 _log = logging.getLogger(__name__)
@@ -81,6 +82,8 @@ class Config:
             `off`: signals are left alone, and no boundary state is noted between snapshots.
             A save between a step's end and the next forward is early: restore prefers an exact one
             of the step before; else the loop makes up for it (`RestoreInfo.early`).
+        keep: which snapshots the history keeps beyond the slots: so many of the newest, words
+            (`newest 3 or best val_loss`) or a policy of `lightck.policy`; None, or 0: no history.
 
     Raises:
         ConfigError: a value is of the wrong type or impossible.
@@ -106,6 +109,8 @@ class Config:
     trace: bool | Path = False
     failure: Literal["jit", "off"] | Failure = "jit"
     """`"jit"` is taken for `Failure()`."""
+    keep: int | str | Keep | None = None
+    """A `Keep`, or None, once the config is made."""
 
     def __post_init__(self) -> None:
         for name in _CHECKS:
@@ -376,4 +381,5 @@ _CHECKS: dict[str, Callable[[object], object]] = {
     "close_timeout_s": _seconds,
     "trace": _trace,
     "failure": _failure,
+    "keep": parse_keep,
 }

@@ -21,14 +21,15 @@ from lightck.errors import (
     RegionBusyError,
     RegionIOError,
 )
+from lightck.history import item
 from lightck.load import region_files, row, snapshot_columns
 from lightck.reader.assembly import AssembledSnapshot
-from lightck.region import location, native_region
+from lightck.region import location
 from lightck.region.backends.select import every_file
 from lightck.region.layout import Entry, Shard
 from lightck.region.medium import GRANULARITIES
 from lightck.region.native_pool import usual_threads
-from lightck.region.region import Candidate, Region, open_and_recover
+from lightck.region.region import Candidate, Region, open_and_recover, payload_reads
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -196,6 +197,37 @@ def _part_of(shard: Shard) -> str:
     return f"{list(shard.shape)} at {list(shard.offset)}, {shard.placements}"
 
 
+def kept(path: str | os.PathLike[str] | None = None) -> list[dict[str, Any]]:
+    """Describe what the history at `path` keeps, newest first; nothing of the payload is read.
+
+    Returns:
+        One dict per step: `step`, `state` (`kept`, `unfinished`, or `left`: of a branch that a
+        later attach left), `time`, `epoch`, `metrics`, `pinned`, `bytes`, `folder`.
+
+    Raises:
+        RegionError: the place is not safe.
+    """
+    where = location.locate(Config.resolve(path=path).path, 0, create=False)
+    if where.path == where.file:
+        return []
+    found = []
+    for each, left in item.every_item_and_left(where.path):
+        files = [file.stat() for file in each.folder.glob("region-*.lck")]
+        found.append(
+            {
+                "step": each.kept.step,
+                "state": "left" if left else "kept" if each.is_whole else "unfinished",
+                "time": datetime.fromtimestamp(each.kept.time_s, UTC),
+                "epoch": each.kept.epoch,
+                "metrics": dict(each.kept.metrics),
+                "pinned": each.kept.pinned,
+                "bytes": sum(file.st_blocks * 512 for file in files),
+                "folder": str(each.folder),
+            }
+        )
+    return sorted(found, key=lambda row: (row["state"] == "left", -row["step"]))
+
+
 def check(
     path: str | os.PathLike[str] | None = None,
     step: int | None = None,
@@ -267,7 +299,7 @@ def _check(
 
 def _damaged(region: Region, candidate: Candidate, progress: Callable[[int], object]) -> list[str]:
     """Return the names of the tensors whose bytes do not match their checksums."""
-    rows, names = _rows_of(candidate)
+    rows, names = payload_reads(candidate)
     bad, begin = [], 0
     while begin < len(rows):
         sizes = np.cumsum(rows["length"][begin:])
@@ -279,13 +311,3 @@ def _damaged(region: Region, candidate: Candidate, progress: Callable[[int], obj
         progress(int(rows["length"][begin:end].sum()))
         begin = end
     return bad
-
-
-def _rows_of(candidate: Candidate) -> tuple[np.ndarray[Any, Any], list[str]]:
-    """Return the reads that check what one region has of a snapshot, and the name of each row."""
-    entries = candidate.layout.entries
-    rows = np.zeros(len(entries), native_region.READ_DTYPE)
-    rows["offset"], rows["length"] = candidate.layout.offsets, candidate.layout.lengths
-    rows["crc"] = candidate.manifest.crcs
-    chosen = np.flatnonzero(candidate.layout.lengths > 0)
-    return rows[chosen], [entries[i].name for i in chosen]

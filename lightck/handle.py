@@ -18,7 +18,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from lightck.config import Config
-from lightck.errors import LightckError
+from lightck.errors import ConfigError, LightckError
 from lightck.events import event
 from lightck.failure import triggers
 from lightck.failure.jit_save import JitSaver
@@ -260,6 +260,26 @@ class Handle:
         self._require_own()
         self._checkpointer.due_check.end_epoch()
 
+    def report(self, **metrics: Any) -> None:
+        """Give metrics of the last complete step to the history, such as a validation's loss.
+
+        They belong to the step whose state the model has at the call: call it before the next
+        forward of the training begins. If `keep` looks at one of them (`best val_loss`), that
+        step is kept, due or not, as soon as it is better: its snapshot is taken at the next
+        forward, for which this waits until a slot is free. What is reported twice counts last.
+
+        With several ranks every rank calls it at the same step with the same values.
+
+        Args:
+            **metrics: numbers, or tensors of one element; nan is kept, and is no best one.
+
+        Raises:
+            ConfigError: a value is no number.
+            LightckError: the handle is closed.
+        """
+        self._require_open()
+        self._requests.report({name: _number(name, value) for name, value in metrics.items()})
+
     def detach(self) -> None:
         """Stop: commit opened snapshots, remove the hooks, release the region. Idempotent."""
         if not self._inherited:
@@ -410,6 +430,15 @@ class Handle:
         if self._rescue is not None:
             self._save("exit without close")
         self._shut(last_step=False)
+
+
+def _number(name: str, value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ConfigError(
+            f"report: {name} = {value!r}: must be a number, or a tensor of one element"
+        ) from error
 
 
 def _in_child() -> None:

@@ -1,4 +1,4 @@
-"""Remove a run: the regions of all its ranks, and nothing else that lies in their folder."""
+"""Remove a run: the regions of all its ranks, its history, and nothing else in their folder."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from pathlib import Path
 
 from lightck.config import Config
 from lightck.errors import RegionBusyError, RegionError
+from lightck.history import item
+from lightck.policy.keep import Keep, Kept, steps_to_keep
 from lightck.region import claim, location
 
 _OF_A_RUN = re.compile(
@@ -39,7 +41,7 @@ def files_at(path: str | os.PathLike[str]) -> list[RunFile]:
 
 
 def remove(path: str | os.PathLike[str]) -> list[RunFile]:
-    """Remove the regions of all ranks at a path, durably; return what was removed.
+    """Remove the regions of all ranks at a path and their history, durably; return the files.
 
     No process can open any of them meanwhile, so that all of them are removed or none.
 
@@ -48,11 +50,54 @@ def remove(path: str | os.PathLike[str]) -> list[RunFile]:
     """
     with contextlib.ExitStack() as held:
         found = _seized(path, held)
-        for each in found:
+        root = Config.resolve(path=path).path
+        own = [each for each in found if each.path.parent == root]
+        for each in own:
             os.unlink(each.path)
-        if found:
-            location.sync_folder(found[0].path.parent)
+        for kept, _ in item.every_item_and_left(root):
+            item.remove(kept)
+        item.remove_folder(root)
+        if own:
+            location.sync_folder(root)
+        if item.is_item(root):
+            item.remove(item.Item(root, Kept(0, 0.0), ()))
         return found
+
+
+def pruned_by(path: str | os.PathLike[str], keep: Keep) -> list[RunFile]:
+    """List the files of the history's items that `prune` would remove; nothing is changed."""
+    with contextlib.ExitStack() as held:
+        return [file for each in _unkept(path, keep) for file in _of_item(each, held)]
+
+
+def prune(path: str | os.PathLike[str], keep: Keep) -> list[RunFile]:
+    """Remove the items of a history that a policy does not keep, durably; return their files.
+
+    A trainer may go on meanwhile.
+
+    Raises:
+        RegionError, RegionBusyError: as `files_at`; that item and the next ones are still there.
+    """
+    removed = []
+    for each in _unkept(path, keep):
+        with contextlib.ExitStack() as held:
+            files = _of_item(each, held)
+            item.remove(each)
+            removed += files
+    return removed
+
+
+def _unkept(path: str | os.PathLike[str], keep: Keep) -> list[item.Item]:
+    whole = [e for e in item.every_item(Config.resolve(path=path).path) if e.is_whole]
+    chosen = steps_to_keep(keep, [each.kept for each in whole])
+    return [each for each in whole if each.kept.step not in chosen]
+
+
+def _of_item(each: item.Item, held: contextlib.ExitStack) -> list[RunFile]:
+    """Hold the regions of an item against readers."""
+    names = [name for name in sorted(os.listdir(each.folder)) if _OF_A_RUN.fullmatch(name)]
+    fds = [(each.folder / n, held.enter_context(location.seized(each.folder / n))) for n in names]
+    return [RunFile(file, location.taken_bytes(fd)) for file, fd in fds]
 
 
 def _seized(path: str | os.PathLike[str], held: contextlib.ExitStack) -> list[RunFile]:
@@ -73,6 +118,8 @@ def _seized(path: str | os.PathLike[str], held: contextlib.ExitStack) -> list[Ru
         except RegionBusyError as error:
             raise _in_words(error, file) from error
         found.append(RunFile(file, location.taken_bytes(fd)))
+    for each, _ in item.every_item_and_left(where.path):
+        found += _of_item(each, held)
     return found
 
 

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from lightck.cli.output import BAD_DATA, USAGE, Refusal
 from lightck.config import Config
+from lightck.history import item
 
 
 def add_path(parser: argparse.ArgumentParser) -> None:
@@ -39,6 +40,17 @@ def step_of(arguments: argparse.Namespace) -> int | Literal["latest"]:
 def location(path: str | None) -> str:
     """Return the place that PATH stands for: itself, $LIGHTCK_PATH or the default."""
     return str(Config.resolve(path=path).path)
+
+
+def with_history(path: str | None, step: int | None) -> str | None:
+    """Return the folder of a step's item in the history, if the run's slots lack it; else PATH."""
+    from lightck.load import region_files, snapshots  # needs torch
+
+    root = Config.resolve(path=path).path
+    if step is None or not root.is_dir() or not item.place(root, step, 0).path.is_dir():
+        return path
+    held = snapshots(path).column("step").to_pylist() if region_files(path) else []
+    return path if step in held else str(item.place(root, step, 0).path)
 
 
 def no_region(path: str | None) -> Refusal:

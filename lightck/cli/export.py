@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from lightck.cli.arguments import add_step, rows_at, step_of
+from lightck.cli.arguments import add_step, rows_at, step_of, with_history
 from lightck.cli.atomic_file import replaced
 from lightck.cli.output import OK, Refusal, print_json, progress, size
 from lightck.load import load, load_tensors, region_files
@@ -61,8 +61,9 @@ def run(arguments: argparse.Namespace) -> int:
         raise Refusal(f"{out}: the suffix says no format; use one of {known}, or --format")
     if arguments.all and kind != "safetensors":
         raise Refusal("--all is for safetensors; a torch file always holds everything")
-    rows_at(arguments.path, arguments.step, whole=True)
-    files = region_files(arguments.path)
+    path = with_history(arguments.path, arguments.step)
+    rows_at(path, arguments.step, whole=True)
+    files = region_files(path)
     if any(out.resolve() == where.file.resolve() for where in files):
         raise Refusal(f"{out} is the region itself")
     writers: dict[str, Callable[..., tuple[int, list[str]]]]

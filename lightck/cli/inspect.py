@@ -7,7 +7,7 @@ from dataclasses import asdict
 from datetime import datetime
 from typing import Any
 
-from lightck.cli.arguments import add_path, add_step, rows_at, step_of
+from lightck.cli.arguments import add_path, add_step, rows_at, step_of, with_history
 from lightck.cli.output import BAD_DATA, OK, age, pairs, print_json, size, table, timeline
 from lightck.errors import PmdkMissingError
 from lightck.examine import Contents, contents, regions
@@ -33,14 +33,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command; return the exit status."""
-    rows = rows_at(arguments.path, arguments.step)
+    path = with_history(arguments.path, arguments.step)
+    rows = rows_at(path, arguments.step)
     problems = [row["problem"] for row in rows if row["state"] == "damaged"]
-    found = [_with_readable_timelines(region) for region in regions(arguments.path)]
-    media = _media(arguments.path)
+    found = [_with_readable_timelines(region) for region in regions(path)]
+    media = _media(path)
     for region in found:
         region["media"] = media.get(region["file"])
     there = any(row["state"] == "whole" for row in rows) or arguments.step is not None
-    held = contents(arguments.path, step_of(arguments)) if there else None
+    held = contents(path, step_of(arguments)) if there else None
     if arguments.json:
         print_json({"regions": found, "snapshot": held and _document(held), "problems": problems})
     else:

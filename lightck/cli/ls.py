@@ -7,13 +7,17 @@ from typing import Any
 
 from lightck.cli.arguments import add_path, location, rows_at
 from lightck.cli.output import BAD_DATA, OK, age, print_json, size, table, timeline
+from lightck.examine import kept
+from lightck.history import item
+from lightck.load import region_files
 
 DESCRIPTION = """\
 List the snapshots at PATH, newest first. Nothing but their metadata is read and checked.
 
 A snapshot is `whole` (restorable as far as its metadata tells; `verify` reads the payload too),
 `abandoned` (a later restore went back before it) or `damaged`. Of several ranks it is `whole` if
-every rank can put its state together, else `partial`; RANKS counts the regions that have a part."""
+every rank can put its state together, else `partial`; RANKS counts the regions that have a part.
+The history follows, where there is one: `kept`, `unfinished`, or `left` (as abandoned above)."""
 EXAMPLES = """\
   lightck ls /dev/shm/run
   lightck ls --json /dev/shm/run | python3 -c 'import json, sys; \\
@@ -28,14 +32,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command; return the exit status."""
-    rows = rows_at(arguments.path)
+    items = kept(arguments.path)
+    rows = rows_at(arguments.path) if not items or region_files(arguments.path) else []
     damaged = [row for row in rows if row["state"] == "damaged"]
     for row in rows:
         row["timeline"] = timeline(row["timeline"])
     if arguments.json:
-        print_json({"path": location(arguments.path), "snapshots": rows})
+        plain = [{**each, "metrics": item.plain(each["metrics"])} for each in items]
+        more = {"history": plain} if items else {}
+        print_json({"path": location(arguments.path), "snapshots": rows, **more})
     else:
         _show(rows)
+        if items:
+            _show_history(items)
     return BAD_DATA if damaged else OK
 
 
@@ -66,6 +75,22 @@ def _show(rows: list[dict[str, Any]]) -> None:
     for row in rows:
         if row["state"] == "damaged":
             print(f"damaged: {row['problem']}")
+
+
+def _show_history(items: list[dict[str, Any]]) -> None:
+    headings = ["STEP", "STATE", "WRITTEN", "SIZE", "EPOCH", "METRICS"]
+    lines = [
+        [
+            str(each["step"]),
+            f"{each['state']}{', pinned' if each['pinned'] else ''}",
+            age(each["time"]),
+            size(each["bytes"]),
+            str(each["epoch"]),
+            ", ".join(f"{name} {value:.6g}" for name, value in each["metrics"].items()),
+        ]
+        for each in items
+    ]
+    print(f"\nhistory\n{table(headings, lines, left=0)}")
 
 
 def _groups(rows: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from lightck.cli.arguments import add_path, add_step, location, rows_at
+from lightck.cli.arguments import add_path, add_step, location, rows_at, with_history
 from lightck.cli.output import BAD_DATA, OK, print_json, progress, size, table
-from lightck.examine import check
+from lightck.examine import check, kept
 
 DESCRIPTION = """\
-Read every payload byte of every snapshot at PATH (or of one) and compare it with its checksum.
+Read every payload byte of every snapshot at PATH (or of one) and compare it with its checksum,
+those of the history, too.
 Exit status 1 and the names of the tensors when anything is damaged. A snapshot that a trainer
 replaced meanwhile is `gone`, which is no damage."""
 EXAMPLES = """\
@@ -27,10 +28,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command; return the exit status."""
-    rows = rows_at(arguments.path, arguments.step)
+    path = with_history(arguments.path, arguments.step)
+    rows = rows_at(path, arguments.step)
     total = sum(r["payload_bytes"] or 0 for r in rows if arguments.step in (None, r["step"]))
     with progress("verify", total) as more:
-        results = check(arguments.path, arguments.step, progress=more)
+        results = check(path, arguments.step, progress=more)
+        if arguments.step is None:
+            for each in kept(path):
+                results += check(each["folder"], progress=more)
     bad = [result for result in results if result["state"] == "damaged"]
     if arguments.json:
         print_json({"path": location(arguments.path), "ok": not bad, "snapshots": results})

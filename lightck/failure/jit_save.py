@@ -130,6 +130,8 @@ FATES_S = 3.0
 
 With a dead rank, an open outcome may never be settled.
 """
+HISTORY_S = 1.0
+"""Seconds that a copy of the history may hold the slot that a save needs."""
 
 
 @dataclass(eq=False)
@@ -252,6 +254,9 @@ class JitSaver:
                     device_wait.claim(pre_update)
                     return found
             except RetryLater as later:
+                history = self.checkpointer.outcomes.history
+                if later.waits is WaitFor.SLOT and history is not None:
+                    history.slot_needed(held_s=HISTORY_S)  # a copy that hangs may hold the last one
                 for_training = later.waits is WaitFor.TRAINING
                 idle = later.waits is WaitFor.SLOT and not self.checkpointer.pipeline.persisting
                 hopeless = for_training and (on_training_thread or closing or stuck)

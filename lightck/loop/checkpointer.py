@@ -493,6 +493,7 @@ class Checkpointer:
                     self.due_check.skipped(made_up=barrier.alone)
                     return
                 outcomes.slips.note(step, None)
+                outcomes.opened(step, self.due_check.epoch)
                 barrier.sample(step)
                 # What was asked for is copied at once: its future may be waited for on this
                 # thread, which then never comes to the fence.
@@ -575,6 +576,17 @@ class Checkpointer:
     def inside(self) -> bool:
         """True if the next iteration's forward has begun: generators and buffers may be its own."""
         return self._gradients > 0 or self.buffers is not None
+
+    def make_due(self) -> bool:
+        """Make the last complete step due, if it can be; return whether it is, or was before."""
+        if self.due:
+            return True
+        if not (self.can_open_now() and self.pipeline.barrier.request(self.steps.step)):
+            return False
+        self.due = True
+        if self.forward_unseen:
+            self.boundary_state.capture_before_forward(generators=False)
+        return True
 
     def finish_window(self) -> None:
         """Capture what is open; inside an update, drop it."""

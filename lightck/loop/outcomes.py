@@ -21,6 +21,7 @@ from lightck.errors import (
     WaitTimeoutError,
 )
 from lightck.events import event
+from lightck.history.history import History
 from lightck.loop.steps import Steps
 from lightck.pipeline.commit_barrier import is_final
 from lightck.pipeline.pipeline import (
@@ -119,6 +120,8 @@ class Outcomes:
     inventory: Inventory
     steps: Steps
     reporter: ErrorReporter
+    history: History | None = None
+    """The history, which keeps snapshots beyond the slots; None: there is none."""
     wanted: list[Future[int]] = field(default_factory=list)
     """Futures of `snapshot()` calls that wait for the next boundary."""
     latched: bool = False
@@ -137,6 +140,8 @@ class Outcomes:
     """A copy of the pipeline's counters from the last `poll`, never changed: for any thread."""
     slips: SlipWatch = field(default_factory=SlipWatch)
     _torn_once: set[str] = field(default_factory=set)
+    _epochs: dict[int, int] = field(default_factory=dict)
+    """The epochs that had been marked when each snapshot on its way was opened."""
 
     def __post_init__(self) -> None:
         """Note what a commit into this region survives."""
@@ -172,10 +177,23 @@ class Outcomes:
         for snapshot in self.pipeline.poll(timeout_s):
             committed = True
             event("committed", logging.DEBUG, step=snapshot.step, survives=self._survives)
+            self.keep(snapshot)
             for future in snapshot.futures:
                 future.set_result(snapshot.step)
         if committed:
             self._tell_removed()
+
+    def opened(self, step: int, epoch: int) -> None:
+        """Note a snapshot that was opened, and how many epochs the loop had marked then."""
+        if self.history is not None:
+            self._epochs[step] = epoch
+
+    def keep(self, snapshot: InflightSnapshot) -> None:
+        """Let the history keep a snapshot that is whole, before its slot may be reused."""
+        record = snapshot.writer.record
+        if self.history is not None and record is not None:
+            self.history.committed(record, self._epochs.get(snapshot.step, 0))
+            self._epochs = {s: e for s, e in self._epochs.items() if s > snapshot.step}
 
     def _tell_removed(self) -> None:
         """Report, once, that the path no longer leads to the file that is written."""
@@ -202,6 +220,8 @@ class Outcomes:
         self.last_step_lost(why)
         self.pipeline.counters.count_slipped()
         event("slipped", logging.DEBUG, step=step, why=why)
+        if self.history is not None:
+            self.history.slot_needed()
         self.slips.note(step, why)
         if self.pipeline.trace is not None:
             self.pipeline.trace.lost_snapshot("slipped", step, why)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Mapping
 
 from lightck.errors import (
     ConfigError,
@@ -16,6 +17,7 @@ from lightck.errors import (
     WaitTimeoutError,
 )
 from lightck.events import event
+from lightck.history.history import HELD_S
 from lightck.journal.step_journal import BoundaryCapture
 from lightck.loop.checkpointer import Checkpointer
 from lightck.pipeline.pipeline import SlipReason
@@ -57,7 +59,31 @@ class Requests:
             self.checkpointer.boundary_state.forward_starts_here()
             self.checkpointer.open(seen=False, synchronous=True)
 
+    def report(self, metrics: Mapping[str, float]) -> None:
+        """Give the history metrics of the last complete step; take a snapshot if it has none."""
+        step, history = self.steps.step, self.outcomes.history
+        if history is None or not history.report(step, metrics):
+            return
+        with self.checkpointer.stall_timer.of("request"), self.pipeline.lock:
+            self.outcomes.poll()
+            window = self.pipeline.window
+            on_its_way = [*self.pipeline.in_flight, *([window] if window is not None else [])]
+            if any(snapshot.step == step for snapshot in on_its_way):
+                return
+            if self.pipeline.counters.last_committed_step == step:
+                return
+            if self.checkpointer.make_due():
+                self._await_slot()
+                return
+        why = (
+            "it has no snapshot, and its state cannot be taken any more: call report before the"
+            " next forward begins"
+        )
+        history.missed(step, why)
+
     def _await_slot(self) -> None:
+        if self.outcomes.history is not None:
+            self.outcomes.history.slot_needed(HELD_S)
         if self.pipeline.busy:
             self.outcomes.poll(None)
             self.pipeline.await_abandoned()
@@ -207,7 +233,8 @@ class Requests:
         why = "" if last is not None or not self.due_check.moved else outcomes.why_not_last
         try:
             if pipeline.barrier.close(last, why, seconds) is not None:
-                pipeline.count_last()
+                if (counted := pipeline.count_last()) is not None:
+                    outcomes.keep(counted)
         except CoordinationError as error:
             outcomes.reporter(error)
         finally:
@@ -286,6 +313,8 @@ class Requests:
                 )
             if step <= newest:
                 self._branch_timeline()
+                if self.outcomes.history is not None:
+                    self.outcomes.history.went_back(step)
             self.checkpointer.go_on_from(step)
         event("replaced", logging.INFO, step=step, was=was)
 

@@ -769,19 +769,21 @@ class Pipeline:
         # Fates need not come in the order of the steps.
         counters.last_committed_step = max(snapshot.step, counters.last_committed_step or 0)
 
-    def count_last(self) -> None:
-        """Count the newest snapshot as committed, whatever its fate was.
+    def count_last(self) -> InflightSnapshot | None:
+        """Count the newest snapshot as committed, whatever its fate was; None: it was before.
 
         At their close the ranks found that every one of them holds it.
         """
         snapshot = self.newest
-        if snapshot is not None and self.counters.last_committed_step != snapshot.step:
-            assert snapshot.writer.record is not None
-            self.region.committed(snapshot.writer.slot, snapshot.writer.record)
-            self._whole(snapshot)
-            for future in snapshot.futures:
-                if not future.done():
-                    future.set_result(snapshot.step)
+        if snapshot is None or self.counters.last_committed_step == snapshot.step:
+            return None
+        assert snapshot.writer.record is not None
+        self.region.committed(snapshot.writer.slot, snapshot.writer.record)
+        self._whole(snapshot)
+        for future in snapshot.futures:
+            if not future.done():
+                future.set_result(snapshot.step)
+        return snapshot
 
     def _dead(self, snapshot: InflightSnapshot) -> None:
         """Abort a snapshot that another rank does not have; its slot is reused first."""

@@ -23,6 +23,8 @@ OWNER_BYTE = (2**63 - 1) // 2
 """The byte of the file that the owner locks, as in native/src/lock.c."""
 _FLOCK = "hhqqi4x"
 """The `struct` format of a `struct flock` of 64-bit Linux: type, whence, start, length, process."""
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""The errors of a medium that has no room."""
 _USUAL_BLOCKS = 1 << 20
 """The largest block size of an ordinary file system; larger blocks are huge pages."""
 
@@ -354,7 +356,7 @@ def allocate(fd: int, size: int, file: Path) -> None:
         os.posix_fallocate(fd, 0, size)
     except OSError as error:
         kind = RegionError
-        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        if error.errno in NO_ROOM:
             kind = RegionFullError
         there = os.fstatvfs(fd)
         raise kind(

@@ -249,6 +249,16 @@ class Candidate:
     manifest: Manifest
 
 
+def payload_reads(candidate: Candidate) -> tuple[npt.NDArray[Any], list[str]]:
+    """Return the reads that check all that a region has of a snapshot, and each one's tensor."""
+    entries = candidate.layout.entries
+    rows = np.zeros(len(entries), native_region.READ_DTYPE)
+    rows["offset"], rows["length"] = candidate.layout.offsets, candidate.layout.lengths
+    rows["crc"] = candidate.manifest.crcs
+    chosen = np.flatnonzero(candidate.layout.lengths > 0)
+    return rows[chosen], [entries[i].name for i in chosen]
+
+
 @dataclass(frozen=True)
 class Recovery:
     """The snapshots that recovery found in a region."""

@@ -19,7 +19,7 @@ _FLOORS = {
     2: {"policy", "device"},
     3: {"config"},
     4: {"region"},
-    5: {"state", "tracing", "optim"},
+    5: {"state", "tracing", "optim", "history"},
     6: {"data"},
     7: {"reader", "pipeline"},
     8: {"journal"},
@@ -39,6 +39,7 @@ _FACES_USE = {
     *("attach", "store", "handle", "restore", "load", "examine", "pmdk", "watch", "removal"),
     *("config", "errors", "events", "policy", "types", "__init__"),
     "failure",
+    "history",
 }
 _HANDED_OUT = {
     "lightck.optim",

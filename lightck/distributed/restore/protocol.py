@@ -38,6 +38,7 @@ from lightck.errors import (
     RegionIOError,
 )
 from lightck.events import event
+from lightck.history import item
 from lightck.reader.assembly import AssembledSnapshot, Snapshot
 from lightck.region.location import Location
 from lightck.region.region import Continuation
@@ -55,7 +56,7 @@ def restore_attempts(
     """Yield the best snapshot that every rank can restore, then the next one if that failed.
 
     It ends without one when nothing was ever whole: the model may then overwrite what single ranks
-    hold.
+    hold. A wanted step that the slots do not have any more is looked for in the history.
 
     Args:
         ranks: the meeting; every rank calls this with the same step.
@@ -70,6 +71,7 @@ def restore_attempts(
         RegionError: the place is not safe or not a region.
     """
     is_rank = continuation is not None
+    why_not_here = ""  # in the run's own slots, once the history is looked at
     for _ in range(_TRIES):
         damaged: list[str] = []
         with RegionSurvey.opened(
@@ -80,7 +82,7 @@ def restore_attempts(
                 with RestoreAttempt(ranks, survey, choice, choice.key, why_not) as attempt:
                     yield attempt
                 damaged += attempt.problems
-            if choice.never_written and not damaged:
+            if choice.never_written and not (damaged or why_not_here):
                 if problems := [*choice.fell_back, *choice.passed_over]:
                     path, why = survey.where.path, "; ".join(problems)
                     event("begins_anew", logging.WARNING, path=path, why=why)
@@ -88,9 +90,12 @@ def restore_attempts(
                     survey.give_up(continuation)
                 return
             problems = [*choice.fell_back, *damaged, *choice.passed_over]
-            text = survey.nothing_whole(step, problems)
-        if not choice.overwritten:
+            text = why_not_here or survey.nothing_whole(step, problems)
+        if choice.overwritten:
+            continue
+        if why_not_here or step is None or where.path == where.file:
             break
+        why_not_here, where = text, item.place(where.path, step, ranks.rank)
     ranks.leave()  # every rank comes to the same result by itself
     raise NoSnapshotError(text)
 

@@ -52,6 +52,7 @@ SETUP = {
 with lightck.attach(model, optimizer, path, trace="run.json"):
     train(5)
 """,
+    "history": _TRAINED,
     "data": """
 epochs = max_iters = 2
 

@@ -1,0 +1,261 @@
+"""The items of a history on the medium: a folder for each kept step.
+
+    <run>/history/step-100/region-00000.lck   one snapshot, as a region; one file for each rank
+    <run>/history/step-100/item.json          its description: time, epoch, metrics
+    <run>/history/step-100/pinned             present if it is pinned
+    <run>/history/left/step-120/              items of a branch that a later attach left
+
+The description comes first. An item is whole when each rank's file is there; every file is complete
+or absent. To remove an item is to rename its folder first, so that no half of one is ever found.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from lightck.errors import RegionError
+from lightck.policy.keep import Kept
+from lightck.region import location
+from lightck.region.location import Location
+
+FOLDER = "history"
+LEFT = "left"
+DESCRIPTION = "item.json"
+PIN = "pinned"
+_STEP = re.compile(r"step-(0|[1-9][0-9]{0,18})")
+_LEFT_STEP = re.compile(_STEP.pattern + r"(\.[0-9]+)?")
+_GONE = re.compile(r"\.gone-[0-9a-f]{8}")
+_MOST_BYTES = 1 << 20
+"""The largest description that is read."""
+
+
+@dataclass(frozen=True)
+class Item:
+    """One item of a history, whole or not."""
+
+    folder: Path
+    kept: Kept
+    ranks: tuple[int, ...]
+    """The ranks whose files are in this folder once it is whole."""
+
+    @property
+    def is_whole(self) -> bool:
+        """Return whether each rank's file is there."""
+        return all((self.folder / _file(rank)).exists() for rank in self.ranks)
+
+
+def folder_of(run: Path) -> Path:
+    """Return the history's folder in the folder of a run."""
+    return run / FOLDER
+
+
+def is_item(folder: Path) -> bool:
+    """Return whether a folder is that of an item, so that nothing may be attached there."""
+    return (folder / DESCRIPTION).exists()
+
+
+def place(run: Path, step: int, rank: int) -> Location:
+    """Return the location of a rank's file in an item, which need not be there."""
+    folder = folder_of(run) / f"step-{step}"
+    return Location(folder, folder / _file(rank), is_device=False)
+
+
+def make_place(run: Path, step: int, rank: int) -> Location:
+    """Return the same, once the folders are made, and found to be this user's alone.
+
+    Raises:
+        RegionError: a folder is not safe, or cannot be made.
+    """
+    location.locate(folder_of(run), rank, create=True)
+    return location.locate(place(run, step, rank).path, rank, create=True)
+
+
+def _file(rank: int) -> str:
+    return f"region-{rank:05d}.lck"
+
+
+# ---- descriptions --------------------------------------------------------------------------------
+
+
+def every_item(run: Path) -> list[Item]:
+    """Return the items that a run's history has, whole or not, oldest first.
+
+    A folder whose description is missing or damaged has a description without metrics.
+
+    Raises:
+        RegionError: the folder may not be read.
+    """
+    found = []
+    for name in _names(folder_of(run)):
+        if matched := _STEP.fullmatch(name):
+            found.append(_read(folder_of(run) / name, int(matched[1])))
+    return sorted(found, key=lambda item: item.kept.step)
+
+
+def every_item_and_left(run: Path) -> list[tuple[Item, bool]]:
+    """Return the items of a history with False, and with True those of branches that were left."""
+    left = folder_of(run) / LEFT
+    names = [(name, _LEFT_STEP.fullmatch(name)) for name in _names(left)]
+    others = [_read(left / name, int(matched[1])) for name, matched in names if matched]
+    return [*((each, False) for each in every_item(run)), *((each, True) for each in others)]
+
+
+def _names(folder: Path) -> list[str]:
+    try:
+        return os.listdir(folder)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        raise RegionError(f"{folder}: cannot list the folder: {error.strerror}") from error
+
+
+def _read(folder: Path, step: int) -> Item:
+    held, ranks = {}, (0,)
+    with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):
+        held = _checked(_content(folder / DESCRIPTION), step)
+        ranks = held.pop("ranks")
+    pinned = (folder / PIN).exists()
+    return Item(folder, Kept(**{"step": step, "time_s": 0.0, **held, "pinned": pinned}), ranks)
+
+
+def _content(file: Path) -> Any:
+    fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    with os.fdopen(fd, "rb") as opened:
+        return json.loads(opened.read(_MOST_BYTES))
+
+
+def _checked(said: Any, step: int) -> dict[str, Any]:
+    if said["step"] != step:
+        raise ValueError("another step's description")
+    return {
+        "time_s": float(said["time_s"]),
+        "epoch": int(said["epoch"]),
+        "metrics": {str(name): float(value) for name, value in said["metrics"].items()},
+        "ranks": tuple(sorted(int(rank) for rank in said["ranks"])),
+    }
+
+
+def describe(where: Location, kept: Kept, ranks: tuple[int, ...]) -> None:
+    """Write an item's description; on return it is durable, and the old one gone.
+
+    Args:
+        where: a file of the item, whose folder is there.
+        kept: what is written; whether it is pinned is not.
+        ranks: see `Item.ranks`.
+
+    Raises:
+        RegionError: the place is not safe, or the medium fails.
+    """
+    said = {
+        "step": kept.step,
+        "time_s": kept.time_s,
+        "epoch": kept.epoch,
+        "metrics": plain(kept.metrics),
+        "ranks": list(ranks),
+    }
+    file = Location(where.path, where.path / DESCRIPTION, is_device=False)
+    with location.created(file, replaces=True) as (fd, _):
+        try:
+            os.write(fd, json.dumps(said, allow_nan=False).encode())
+            os.fsync(fd)
+        except OSError as error:
+            raise RegionError(f"{file.file}: cannot be written: {error.strerror}") from error
+
+
+def plain(metrics: Mapping[str, float]) -> dict[str, float | str]:
+    """Return metrics as JSON has them, which lacks nan and inf: their text stands for them."""
+    finite = {-float("inf"), float("inf")}
+    return {k: str(v) if v != v or v in finite else v for k, v in metrics.items()}
+
+
+# ---- removed, left, pinned -----------------------------------------------------------------------
+
+
+def remove(item: Item) -> None:
+    """Remove an item durably: once this begins it is none, whatever ends it.
+
+    Raises:
+        RegionError: the folder cannot be changed.
+    """
+    gone = item.folder.with_name(f".gone-{secrets.token_hex(4)}")
+    try:
+        os.rename(item.folder, gone)
+        location.sync_folder(gone.parent)
+        _delete(gone)
+    except FileNotFoundError:
+        return  # others have removed it
+    except OSError as error:
+        raise RegionError(f"{item.folder}: cannot be removed: {error.strerror}") from error
+
+
+def _delete(folder: Path) -> None:
+    for name in os.listdir(folder):
+        os.unlink(folder / name)
+    os.rmdir(folder)
+
+
+def remove_folder(run: Path) -> None:
+    """Remove the folders of a history that has no item any more; what else lies there stays."""
+    for folder in (folder_of(run) / LEFT, folder_of(run)):
+        with contextlib.suppress(OSError):
+            os.rmdir(folder)
+
+
+def remove_remains(run: Path) -> None:
+    """Remove what a process has left that died while it removed an item.
+
+    Raises:
+        RegionError: the folder cannot be changed.
+    """
+    for name in _names(folder_of(run)):
+        if _GONE.fullmatch(name):
+            try:
+                _delete(folder_of(run) / name)
+            except FileNotFoundError:
+                continue
+            except OSError as error:
+                raise RegionError(f"{folder_of(run) / name}: {error.strerror}") from error
+
+
+def set_aside(item: Item) -> Path:
+    """Move an item to those of a branch that was left; return its new folder.
+
+    Raises:
+        RegionError: the folder cannot be changed.
+    """
+    left = location.locate(item.folder.parent / LEFT, 0, create=True).path
+    names = (f"{item.folder.name}{f'.{n}' if n else ''}" for n in count())
+    to = next(left / name for name in names if not os.path.lexists(left / name))
+    try:
+        os.rename(item.folder, to)
+    except OSError as error:
+        raise RegionError(f"{item.folder}: cannot be moved: {error.strerror}") from error
+    location.sync_folder(left)
+    location.sync_folder(item.folder.parent)
+    return to
+
+
+def pin(item: Item, *, pinned: bool) -> None:
+    """Pin an item, or take the pin away; it is kept from then on whatever the policy says.
+
+    Raises:
+        RegionError: the folder cannot be changed.
+    """
+    try:
+        if pinned:
+            flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+            os.close(os.open(item.folder / PIN, flags, 0o600))
+        else:
+            (item.folder / PIN).unlink(missing_ok=True)
+    except OSError as error:
+        raise RegionError(f"{item.folder / PIN}: {error.strerror}") from error
+    location.sync_folder(item.folder)
