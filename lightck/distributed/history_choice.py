@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, field
 
-from lightck.distributed.store import Store
+from lightck.distributed.store import KeyValueStore
 from lightck.errors import StoreError
 
 _KEY = "kept"
@@ -21,7 +21,7 @@ _REMEMBERED = 256
 class HistoryChoice:
     """The choice of one attach, see `lightck.history.history.KeepChoice`. Used by one thread."""
 
-    store: Store
+    store: KeyValueStore
     chooses: bool
     _kept: list[int] = field(default_factory=list)
     _up_to: int = -1
