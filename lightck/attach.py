@@ -23,14 +23,14 @@ from lightck.distributed.rendezvous import Rendezvous, meeting
 from lightck.distributed.rounds import AgreementRounds
 from lightck.distributed.sharding import ReplicatedTensors, SharePartitioner
 from lightck.distributed.topology import Topology, agree_on_topology
-from lightck.errors import ConfigError, LightckError, RegionError
+from lightck.errors import LightckError
 from lightck.events import Subscriber, event
 from lightck.failure.hang import HangWatch
 from lightck.failure.jit_save import JitSaver
 from lightck.failure.jit_save_ranks import RankJitSaver
 from lightck.handle import Components, Handle, release
 from lightck.history import item
-from lightck.history.history import History, holds, leave_behind
+from lightck.history.history import History, history_of, holds, leave_behind
 from lightck.journal.boundary_state import BoundaryState
 from lightck.journal.device_lag import DeviceLag
 from lightck.journal.pre_fence import PreFencePredictor
@@ -48,7 +48,6 @@ from lightck.loop.trace_listener import TraceListener
 from lightck.pipeline.commit_barrier import CommitBarrier, SingleProcessBarrier
 from lightck.pipeline.schedule import schedule
 from lightck.pipeline.streamed import StreamPipeline
-from lightck.policy import Keep
 from lightck.reader.fill import install_pending, tell_unfilled
 from lightck.region import claim, failure_region
 from lightck.region.claim import ClaimedLocation
@@ -212,11 +211,7 @@ class _Parts:
         self, optimizers: list[Optimizer]
     ) -> tuple[Topology, ReplicatedTensors, Inventory, Region]:
         """Return this rank's region, with room for its share, once all ranks know the topology."""
-        if item.is_item(self.config.path):
-            raise RegionError(
-                f"{self.config.path} is an item of a history, which nothing is written to: restore"
-                " from there, and attach at a path of its own"
-            )
+        item.require_run(self.config.path)
         found = claim.find(self.config, self.ranks.rank, self.progress.continuation)
         self.undo.append(found.close)
         topology = self.ranks.agree(partial(self._topology, found))
@@ -379,24 +374,10 @@ class _Parts:
 
     def _history(self, topology: Topology, region: Region) -> History | None:
         """Return what keeps snapshots beyond the slots, if the config asks for it."""
-        config = self.config
-        if config.keep is None:
-            return None
-        assert isinstance(config.keep, Keep), "checked"
-        place = region.place
-        if not place.is_plain or place.path == place.file or region.info.medium == "hugetlbfs":
-            raise ConfigError(
-                f"keep = {config.keep}: a history is a folder of ordinary files beside the region,"
-                f" and {place.file} is none; choose a folder on a file system as path"
-            )
-        found = History(
-            place,
-            config.keep,
-            rank=topology.rank,
-            ranks=tuple(sorted(topology.peers)),
-            bytes_per_s=config.write_limit,
-        )
-        self.undo.append(partial(found.close, config.close_timeout_s))
+        peers = tuple(sorted(topology.peers))
+        found = history_of(region, self.config, topology.rank, peers)
+        if found is not None:
+            self.undo.append(partial(found.close, self.config.close_timeout_s))
         return found
 
     def _rescue(

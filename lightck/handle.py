@@ -18,11 +18,12 @@ from types import TracebackType
 from typing import Any, Self
 
 from lightck.config import Config
-from lightck.errors import ConfigError, LightckError
+from lightck.errors import LightckError
 from lightck.events import event
 from lightck.failure import triggers
 from lightck.failure.jit_save import JitSaver
 from lightck.failure.watchdog import WATCHDOG, HandleGuard
+from lightck.history.history import checked_metrics
 from lightck.loop.checkpointer import Checkpointer
 from lightck.loop.hooks import Hooks
 from lightck.loop.requests import POLL_S, Requests
@@ -278,7 +279,7 @@ class Handle:
             LightckError: the handle is closed.
         """
         self._require_open()
-        self._requests.report({name: _number(name, value) for name, value in metrics.items()})
+        self._requests.report(checked_metrics(metrics))
 
     def detach(self) -> None:
         """Stop: commit opened snapshots, remove the hooks, release the region. Idempotent."""
@@ -430,15 +431,6 @@ class Handle:
         if self._rescue is not None:
             self._save("exit without close")
         self._shut(last_step=False)
-
-
-def _number(name: str, value: Any) -> float:
-    try:
-        return float(value)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise ConfigError(
-            f"report: {name} = {value!r}: must be a number, or a tensor of one element"
-        ) from error
 
 
 def _in_child() -> None:

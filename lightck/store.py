@@ -14,9 +14,11 @@ import os
 import threading
 import time
 import weakref
+from collections.abc import Mapping
 from concurrent.futures import Future
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self, SupportsIndex
 
@@ -32,6 +34,8 @@ from lightck.errors import (
     TornSnapshotError,
 )
 from lightck.events import event
+from lightck.history import item
+from lightck.history.history import HELD_S, History, checked_metrics, history_of
 from lightck.load import load_owned
 from lightck.pipeline.commit_barrier import SingleProcessBarrier
 from lightck.pipeline.pipeline import InflightSnapshot, Pipeline
@@ -48,7 +52,7 @@ from lightck.state.state_tree import StateTree
 
 _SETTINGS = (
     *("slots", "threads", "chunk_bytes", "priority", "placement", "write_limit", "backend"),
-    *("durability", "numa_node", "proof"),
+    *("durability", "numa_node", "proof", "keep"),
 )
 """The settings that a store has; the others are about a training loop."""
 _POLL_S = 0.002
@@ -119,7 +123,7 @@ class Store:
             config: a `Config`, a TOML file or the name of a preset.
             **settings: `slots` (the newest whole state dicts, and one to write: 2), `threads`,
                 `chunk_bytes`, `priority`, `placement`, `write_limit`, `backend`, `durability`,
-                `numa_node` and `proof` of `Config`.
+                `numa_node`, `proof` and `keep` (the history, as for `lightck.attach`) of `Config`.
 
         Raises:
             ConfigError: a setting is unknown or impossible.
@@ -134,7 +138,14 @@ class Store:
         self._end = weakref.finalize(self, self._writer.close)
         self._candidates()
 
-    def save(self, state: Any, step: int, *, wait: bool = True) -> SaveFuture:
+    def save(
+        self,
+        state: Any,
+        step: int,
+        *,
+        wait: bool = True,
+        metrics: Mapping[str, float] | None = None,
+    ) -> SaveFuture:
         """Save a state dict; on return its tensors may be changed, as after `torch.save`.
 
         The copies are made before this returns, by all threads of the store and this one. Checksums
@@ -152,6 +163,7 @@ class Store:
             step: its number, by which it is found again.
             wait: False returns while the copies run. The tensors must then not change before
                 `staged()` has returned; if they do, this save fails and the one before is kept.
+            metrics: by which `keep="best val_loss"` chooses, `{"val_loss": 0.3}`.
 
         Returns:
             The future of the commit.
@@ -166,7 +178,8 @@ class Store:
         Thread: any, one at a time; the copies are of the moment of the call.
         """
         number = _checked_step(step)
-        return self._writer.save(state_tree.taken(state), number, wait=wait)
+        measured = checked_metrics(metrics or {})
+        return self._writer.save(state_tree.taken(state), number, measured, wait=wait)
 
     def staged(self) -> None:
         """Return when the caller may change the tensors of every save so far."""
@@ -191,9 +204,14 @@ class Store:
     def steps(self) -> list[int]:
         """Return the steps that are whole, the one that was saved last first.
 
-        Checksums of payloads are checked by `load`.
+        Those of the history come behind, the newest first. Checksums of payloads are checked by
+        `load`.
         """
-        return list(dict.fromkeys(each.record.step for each in self._candidates()))
+        kept = [
+            each.kept.step for each in item.every_item(Path(self._config.path)) if each.is_whole
+        ]
+        found = [each.record.step for each in self._candidates()]
+        return list(dict.fromkeys([*found, *sorted(kept, reverse=True)]))
 
     def hold(self, step: int) -> ExitStack:
         """Keep a state dict that was saved from being replaced, until the result is closed.
@@ -283,12 +301,15 @@ class _Writer:
     _pipeline: Pipeline | None = None
     """The pipeline into the region; None before the first save and after the close."""
     _page: Page | None = None
+    _history: History | None = None
     _closed: bool = False
     _last: int = -1
     """The newest step of the timeline; -1: it has none."""
     _failed: list[SaveFuture] = field(default_factory=list)
 
-    def save(self, tree: StateTree, step: int, *, wait: bool) -> SaveFuture:
+    def save(
+        self, tree: StateTree, step: int, metrics: Mapping[str, float], *, wait: bool
+    ) -> SaveFuture:
         """Open the snapshot of a step, and capture it if told to `wait`; see `Store.save`."""
         self._require_own()
         first = {"rng": rng.capture(), "extras": {}}
@@ -300,6 +321,8 @@ class _Writer:
             pipeline = self._pipeline or self._begin(tree, sum(map(len, blobs)))
             self.fence()
             self._make_way(pipeline, step)
+            if self._history is not None and metrics:
+                self._history.report(step, metrics)
             future = SaveFuture(self)
             with pipeline.lock:
                 pipeline.prepare(tree.lives, sum(map(len, blobs)), step)
@@ -321,6 +344,7 @@ class _Writer:
 
     def _begin(self, tree: StateTree, boundary_bytes: int) -> Pipeline:
         """Own the region, made if it is not there, and begin a timeline that goes on from it."""
+        item.require_run(self.config.path)
         found = claim.find(self.config, 0, Continuation(), of_store=True)
         try:
             if found.region is not None:
@@ -329,18 +353,24 @@ class _Writer:
             room = allocator.manifest_capacity(len(entries), boundary_bytes)
             seat = claim.RankIdentity(run_id=claim.STORE_RUN)
             region = claim.take(found, self.config, seat, entries, room)
+            history = history_of(region, self.config)
             region.begin_timeline(region.continued)
             pipeline = Pipeline.start(region, Eager(), SingleProcessBarrier(), self.config, 0)
         except BaseException:
             found.close()
             raise
-        self._pipeline, self._page = pipeline, Page(pipeline.pool, region.native, 0)
+        if history is not None:
+            history.begin([slot.record for slot in region.slots if slot.record])
+        self._pipeline, self._history = pipeline, history
+        self._page = Page(pipeline.pool, region.native, 0)
         self._publish(pipeline)
         return pipeline
 
     def _make_way(self, pipeline: Pipeline, step: int) -> None:
         """Wait until a slot, and DRAM for staging, are free; begin a timeline for an older step."""
         anew = step <= self._last
+        if self._history is not None:
+            self._history.slot_needed(HELD_S)
         while pipeline.in_flight and (anew or pipeline.busy):
             self._poll(pipeline, _POLL_S)
         if pipeline.busy:
@@ -348,6 +378,8 @@ class _Writer:
         if anew:
             with pipeline.lock:
                 pipeline.begin_timeline()
+            if self._history is not None:
+                self._history.went_back(step - 1)
 
     def fence(self) -> None:
         """Return when no copy reads a live tensor any more; see `SaveFuture.staged`."""
@@ -378,6 +410,9 @@ class _Writer:
             except LightckError as error:
                 assert first is not None
                 self._lost(pipeline, first, error)
+            for snapshot in done:  # before a slot is taken for the next
+                if self._history is not None and snapshot.writer.record is not None:
+                    self._history.committed(snapshot.writer.record)
         for snapshot in done:  # not under the lock: a future's callbacks are the caller's
             self._committed(pipeline, snapshot)
 
@@ -432,6 +467,8 @@ class _Writer:
             self.fence()
             while pipeline.in_flight:
                 self._poll(pipeline, _POLL_S)
+            if self._history is not None:
+                self._history.close(self.config.close_timeout_s)
             with pipeline.lock:
                 self._publish(pipeline, ended=True)
                 self._pipeline = None

@@ -19,9 +19,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
-from lightck.errors import LightckError
+from lightck.config import Config
+from lightck.errors import ConfigError, LightckError
 from lightck.events import event
 from lightck.history import item
 from lightck.policy.keep import (
@@ -508,6 +509,43 @@ class History:
         thread = threading.Thread(target=write, name="lightck-report", daemon=True)
         thread.start()
         thread.join(REPORT_S)
+
+
+def checked_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Return metrics as numbers.
+
+    Raises:
+        ConfigError: one is neither a number nor a tensor of one element.
+    """
+    found = {}
+    for name, value in metrics.items():
+        try:
+            found[name] = float(value)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise ConfigError(
+                f"metrics: {name} = {value!r}: must be a number, or a tensor of one element"
+            ) from error
+    return found
+
+
+def history_of(
+    region: Region, config: Config, rank: int = 0, ranks: tuple[int, ...] = (0,)
+) -> History | None:
+    """Return what keeps snapshots of a region beyond its slots; None where no policy is given.
+
+    Raises:
+        ConfigError: the region is no file in a folder of ordinary files.
+    """
+    if config.keep is None:
+        return None
+    assert isinstance(config.keep, Keep), "checked"
+    place = region.place
+    if not place.is_plain or place.path == place.file or region.info.medium == "hugetlbfs":
+        raise ConfigError(
+            f"keep = {config.keep}: a history is a folder of ordinary files beside the region, and"
+            f" {place.file} is none; choose a folder on a file system as path"
+        )
+    return History(place, config.keep, rank=rank, ranks=ranks, bytes_per_s=config.write_limit)
 
 
 def leave_behind(run: Path, step: int) -> None:

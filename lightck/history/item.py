@@ -59,8 +59,21 @@ def folder_of(run: Path) -> Path:
 
 
 def is_item(folder: Path) -> bool:
-    """Return whether a folder is that of an item, so that nothing may be attached there."""
+    """Return whether a folder is that of an item."""
     return (folder / DESCRIPTION).exists()
+
+
+def require_run(path: str | os.PathLike[str]) -> None:
+    """Refuse the folder of an item as the path of what writes.
+
+    Raises:
+        RegionError: it is one.
+    """
+    if is_item(Path(path)):
+        raise RegionError(
+            f"{path} is an item of a history, which nothing is written to: restore or load from"
+            " there, and write to a path of its own"
+        )
 
 
 def place(run: Path, step: int, rank: int) -> Location:

@@ -153,7 +153,7 @@ def test_nan_is_kept_and_is_never_best(run_dir: Path) -> None:
 
 def test_what_is_no_number_is_refused(run_dir: Path) -> None:
     with attach(run_dir, adam_loop(), keep="best loss") as handle:
-        with pytest.raises(ConfigError, match="report: loss = 'low'"):
+        with pytest.raises(ConfigError, match="metrics: loss = 'low'"):
             handle.report(loss="low")
         with pytest.raises(ConfigError, match="one element"):
             handle.report(loss=torch.ones(2))

@@ -434,3 +434,37 @@ def test_a_killed_process_leaves_the_last_one_that_it_was_told_of_or_a_newer(
         found = lightck.Store(folder).load()
         assert told <= number_of(found) <= told + 300
         told = number_of(found)
+
+
+# ---- the history -----------------------------------------------------------------------------
+
+
+def test_what_keep_chooses_stays_when_the_slots_are_written_over(run_dir: Path) -> None:
+    losses = [5.0, 3.0, 1.0, 4.0, 2.0]
+    with lightck.Store(run_dir, keep="newest 2 or best loss") as store:
+        for step, loss in enumerate(losses, 1):
+            store.save(full(step), step, metrics={"loss": loss}).result()
+    store = lightck.Store(run_dir)
+    assert set(store.steps()) == {3, 4, 5}
+    assert [number_of(store.load(step)) for step in (3, 4, 5)] == [3, 4, 5]
+    assert number_of(store.load()) == 5
+
+
+def test_a_store_that_goes_back_leaves_what_its_history_had_beyond(run_dir: Path) -> None:
+    with lightck.Store(run_dir, keep=9) as store:
+        for step in (1, 2, 3):
+            store.save(full(step), step).result()
+    with lightck.Store(run_dir, keep=9) as store:
+        store.save(full(20), 2).result()
+    store = lightck.Store(run_dir)
+    assert store.steps()[0] == 2 and number_of(store.load(2)) == 20
+    assert number_of(store.load(1)) == 1
+
+
+def test_an_item_of_a_history_is_read_by_a_store_and_not_written(run_dir: Path) -> None:
+    with lightck.Store(run_dir, keep=2) as store:
+        store.save(full(1), 1).result()
+    kept = lightck.Store(run_dir / "history" / "step-1")
+    assert number_of(kept.load()) == 1
+    with pytest.raises(lightck.RegionError, match="an item of a history"):
+        kept.save(full(2), 2)
