@@ -235,7 +235,7 @@ def test_the_training_of_the_demo_is_named_and_short() -> None:
 def test_each_is_short_and_says_how_it_is_started() -> None:
     guide = (_ROOT / "examples" / "README.md").read_text()
     files = sorted((_ROOT / "examples").glob("*.py"))
-    assert [file.stem for file in files] == sorted(each.name for each in _EXAMPLES)
+    assert {each.name for each in _EXAMPLES} <= {file.stem for file in files}
     for file in files:
         text = file.read_text()
         assert len(text.splitlines()) <= 90, file.name
