@@ -169,6 +169,19 @@ def test_loader_of_accelerates_whose_position_is_not_known_is_refused_with_the_w
             use(*fresh(), run_dir, extras={"data": loader})
 
 
+def test_an_optimizer_that_accelerate_has_prepared_is_the_one_inside_of_it(run_dir: Path) -> None:
+    accelerate = pytest.importorskip("accelerate", reason="SKIPPED: accelerate is not installed")
+    model, inner = fresh()
+    optimizer = accelerate.Accelerator(cpu=True).prepare(inner)
+    with lightck.attach(model, optimizer, run_dir, boundary=optimizer) as handle:
+        for _ in range(3):
+            learn(model, optimizer, torch.ones(1, 4))
+        assert handle.step == 3
+    for given in (inner, optimizer):
+        info = lightck.restore(model, [given], run_dir)
+        assert info is not None and info.step >= 2
+
+
 def test_stateful_loader_inside_accelerates_is_refused(run_dir: Path) -> None:
     loader = prepared(DataLoader(data(), batch_size=8), stateful=True)
     with lightck.attach(*fresh(), run_dir, extras={"data": loader.base_dataloader}):

@@ -25,7 +25,7 @@ OF_TWO = ("forward 0", "forward 3", "forward 5", "validation 5.1", "forward 6", 
         (1, {"augment": True, "accumulate": 2, "every": 4, "schedule": "epoch"}, OTHERS),
         (1, {"loader": "stateful", "schedule": "plateau", "patience": 1}, PLACES),
         (2, {"augment": True}, OF_TWO),
-        (2, {"workers": 2, "accumulate": 2}, OF_TWO),
+        (2, {"workers": 2, "accumulate": 2}, ("forward 0", "forward 4", *OF_TWO[2:])),
     ],
 )
 def test_fit_goes_on_bit_for_bit(

@@ -57,7 +57,10 @@ def test_a_trainer_that_is_given_a_sampler_and_counts_from_0_again_goes_on_bit_f
         ({"arguments": {"ignore_data_skip": True}}, "ignore_data_skip=True begins"),
         ({"arguments": {"auto_find_batch_size": True}}, "auto_find_batch_size=True begins"),
         ({"arguments": {"enable_jit_checkpoint": True}}, "enable_jit_checkpoint=True answers"),
-        ({"arguments": {"train_sampling_strategy": "group_by_length"}}, "take 'random' or"),
+        (
+            {"peft": True, "arguments": {"train_sampling_strategy": "group_by_length"}},
+            "take 'random' or",
+        ),
         ({"unbound": True}, "the callback knows no Trainer"),
     ],
 )
