@@ -3,8 +3,8 @@
     make integrations
     PYTHONPATH=. .venv-integrations/bin/python tests/integrations/step_time.py [STEPS] [SIZE]
 
-Two trainings in turn, ROUNDS of each: the same script without lightck, and with a snapshot every ten
-steps. Prints the seconds of each round's step and the ratio of the medians. SIZE is "small" (GPT-2,
+Two trainings in turn, ROUNDS of each: the same script without lightck, and with a snapshot every
+ten steps. Prints seconds per step of each round, and the ratio of medians. SIZE is "small" (GPT-2,
 1.5 GB of state) or "toy".
 """
 
