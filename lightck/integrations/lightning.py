@@ -107,6 +107,11 @@ class LightckCallback(Checkpoint):  # type: ignore[misc]
         self.handle = lightck.attach(*where, extras=extras, **self.settings)
         self._trained, self._running = pl_module, True
 
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        """Report what was logged to the history, by which `keep="best val_loss"` chooses."""
+        if self._running and self.handle is not None and not trainer.sanity_checking:
+            self.handle.report(**{k: float(v) for k, v in trainer.callback_metrics.items()})
+
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Commit the last step and detach, before Lightning moves the model off its device."""
         self._close()

@@ -69,6 +69,7 @@ class LightckCallback(TrainerCallback):  # type: ignore[misc]
         self.info: lightck.RestoreInfo | None = None
         """The description of what was restored when training began; None: nothing was there."""
         self._trainer: Any = None
+        self._running = False
         self._made: Path | None = None
         """The folder of our own that `checkpoint` has made, until training begins."""
 
@@ -143,6 +144,13 @@ class LightckCallback(TrainerCallback):  # type: ignore[misc]
         if self._made is not None and trainer.args.local_process_index <= 0:
             shutil.rmtree(self._made, ignore_errors=True)  # all ranks have read it
         self.handle = lightck.attach(*where, extras=extras, **self.settings)
+        self._running = True
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        """Report the metrics to the history, by which `keep="best eval_loss"` chooses."""
+        if self._running and self.handle is not None:
+            found = given.get("metrics") or {}
+            self.handle.report(**{k: v for k, v in found.items() if isinstance(v, int | float)})
 
     def on_log(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         """Commit the last step and detach where the Trainer logs its sums: training has ended.
@@ -170,6 +178,7 @@ class LightckCallback(TrainerCallback):  # type: ignore[misc]
         return os.fspath(Config.resolve(path=self.path).path)
 
     def _close(self) -> None:
+        self._running = False
         if self.handle is not None:
             self.handle.close()
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from lightck.history import item
 from support.integrations.chain import Chain
 
 FRAMEWORK = "lightning"
@@ -56,3 +57,12 @@ def test_what_could_not_be_exact_is_refused_with_the_way_out(
     chain: Callable[..., Chain], params: dict[str, Any], ranks: int, text: str
 ) -> None:
     chain("lightning_fit.py", params=params, ranks=ranks).refused(text)
+
+
+def test_the_history_keeps_the_step_that_modelcheckpoint_found_best(
+    chain: Callable[..., Chain],
+) -> None:
+    run = chain("lightning_fit.py", params={"keep": "best val_epoch"})
+    run.check("forward 4", "validation 10.1", "forward 19")
+    kept = [each.kept.step for each in item.every_item(run.folder / "run" / "snapshots")]
+    assert run.notes("best step")[-1] in kept

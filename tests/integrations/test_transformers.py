@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from lightck.history import item
 from support.integrations.chain import Chain
 
 FRAMEWORK = "transformers"
@@ -77,3 +78,12 @@ def test_a_trainer_that_begins_anew_beside_snapshots_is_refused(
     run.killed("forward 6.0")
     run.params = {"forgets": True}
     assert any(run.life(on=True)) and "resume_from_checkpoint=callback.checkpoint()" in run.log
+
+
+def test_the_history_keeps_the_step_that_the_trainer_found_best(
+    chain: Callable[..., Chain],
+) -> None:
+    run = chain("transformers_train.py", params={"keep": "best eval_loss"})
+    run.check("forward 5.0", "validation 8")
+    kept = [each.kept.step for each in item.every_item(run.folder / "run" / "snapshots")]
+    assert run.notes("best step")[-1] in kept

@@ -109,7 +109,7 @@ if param("callbacks", True):
 if ON:
     from lightck.integrations.lightning import LightckCallback
 
-    callback = LightckCallback(probe.PATH)
+    callback = LightckCallback(probe.PATH, keep=param("keep", None))
     if not param("found", False):
         callbacks.append(callback)
 trainer = L.Trainer(
@@ -143,5 +143,6 @@ tell("end", [trainer.global_step, trainer.current_epoch, trainer.should_stop])
 if param("callbacks", True):
     tell("stopping", stopping.state_dict())
     tell("best", [os.path.basename(best.best_model_path), best.best_model_score])
+    probe.note("best step", int(os.path.basename(best.best_model_path)[5:-5]))
     tell("kept", sorted(os.path.basename(each) for each in best.best_k_models))
 probe.end(module)

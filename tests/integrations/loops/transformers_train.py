@@ -131,7 +131,7 @@ resume = None
 if ON:
     from lightck.integrations.transformers import LightckCallback
 
-    callback = LightckCallback(probe.PATH)
+    callback = LightckCallback(probe.PATH, keep=param("keep", None))
     trainer.add_callback(callback) if param("unbound", False) else callback.bind(trainer)
     resume = None if param("forgets", False) else callback.checkpoint()
     begin = callback.on_train_begin
@@ -140,6 +140,7 @@ if ON:
     )[0]  # fmt: skip
 trainer.train(resume_from_checkpoint=resume)
 state = trainer.state
+probe.note("best step", state.best_global_step)
 tell("end", [state.global_step, state.epoch, state.best_metric, state.best_global_step])
 tell("history", [untimed(each) for each in state.log_history])
 tell("stopping", stopping.early_stopping_patience_counter)
