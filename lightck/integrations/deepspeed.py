@@ -63,9 +63,19 @@ def attach(
         own["deepspeed.lr_scheduler"] = lightck.at_forward(engine.lr_scheduler)
     given = joined(own, extras)
     model, optimizer = engine.module, engine.basic_optimizer
+    _leave_training_to_the_model(engine)
     info = lightck.restore(model, optimizer, path, extras=given, step=step)
     handle = lightck.attach(model, optimizer, path, extras=given, **settings)
     return Resumed(handle, info, _MarkedStep(engine, handle).remove)
+
+
+def _leave_training_to_the_model(engine: Any) -> None:
+    """Let the model alone say whether a forward trains.
+
+    `engine.eval()` leaves the engine itself, a module too, in training, in which DeepSpeed does not
+    look. A validation would be taken for the next training forward.
+    """
+    vars(engine)["training"] = False
 
 
 class _Counters:
