@@ -122,6 +122,8 @@ $(INTEGRATIONS)/.installed: constraints-integrations.txt Makefile
 	touch $@
 
 integrations: venv $(INTEGRATIONS)/.installed ## Kill and resume the frameworks' own loops, with their newest versions
+	rm -f $(INTEGRATIONS)/torch_extensions/*/lock # of a process that was killed while DeepSpeed compiled
+	TORCH_EXTENSIONS_DIR=$(abspath $(INTEGRATIONS))/torch_extensions \
 	PYTHONDONTWRITEBYTECODE= $(INTEGRATIONS)/bin/python -m pytest tests/integrations \
 	  -n $(INTEGRATION_JOBS) --dist worksteal --durations 5
 

@@ -213,19 +213,25 @@ class _Sums:
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
         self._log: list[str] = []
-        """The log's entries as JSON: each is written once, and then stays."""
+        """The log's rows as JSON, without times: each is written once, and then stays."""
+        self._times: list[str] = []
+        """What the clock said in each of them."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the Trainer's state in the parts of its `trainer_state.json`, and its sums."""
         trainer, state = self._trainer, self._trainer.state
         history = state.log_history
-        del self._log[len(history) :]
-        self._log += [json.dumps(each) for each in history[len(self._log) :]]
+        del self._log[len(history) :], self._times[len(history) :]
+        for row in history[len(self._log) :]:
+            times = {key: value for key, value in row.items() if _is_time(key)}
+            self._log.append(json.dumps({k: v for k, v in row.items() if k not in times}))
+            self._times.append(json.dumps(times))
         left = {"log_history", "stateful_callbacks", *_OF_RANKS}
         names = [each.name for each in dataclasses.fields(state) if each.name not in left]
         return {
             "state": {name: getattr(state, name) for name in names},
             "log": self._log,
+            "clock": self._times,
             "callbacks": [
                 [type(each).__name__, json.dumps(each.state())] for each in self._exportable()
             ],
@@ -261,10 +267,18 @@ def _as_json(state: dict[str, Any]) -> str:
     every = {
         **state["state"],
         **dict.fromkeys(_OF_RANKS, True),
-        "log_history": [json.loads(each) for each in state["log"]],
+        "log_history": [
+            {**json.loads(row), **json.loads(times)}
+            for row, times in zip(state["log"], state["clock"], strict=True)
+        ],
         "stateful_callbacks": {k: v[0] if len(v) == 1 else v for k, v in callbacks.items()},
     }
     return json.dumps(every, indent=2, sort_keys=True) + "\n"
+
+
+def _is_time(key: str) -> bool:
+    """Return whether a value of the log is a time or a rate, by the Trainer's names for them."""
+    return key.endswith(("_runtime", "_per_second"))
 
 
 def _save(model: Any, tensors: Mapping[str, torch.Tensor], folder: Path) -> None:

@@ -83,7 +83,7 @@ def test_a_trainer_that_begins_anew_beside_snapshots_is_refused(
 def test_the_history_keeps_the_step_that_the_trainer_found_best(
     chain: Callable[..., Chain],
 ) -> None:
-    run = chain("transformers_train.py", params={"keep": "best eval_loss"})
+    run = chain("transformers_train.py", params={"keep": "best eval_loss", "save": "steps"})
     run.check("forward 5.0", "validation 8")
     kept = [each.kept.step for each in item.every_item(run.folder / "run" / "snapshots")]
     assert run.notes("best step")[-1] in kept

@@ -51,6 +51,8 @@ the loss as exact as it can be, say float.hex), losses are compared too. Other s
 the environment as usual: LIGHTCK_FAILURE=off shows what is left without just-in-time snapshots.
 Without a command a small GPT is trained.
 
+What an extra keeps under the key `clock` may differ: times are those of the run.
+
 A loop counts its steps by handle.step, and after restore makes up for what it does between the end
 of a step and the next forward (schedulers, counters): a just-in-time snapshot may come before that.
 
