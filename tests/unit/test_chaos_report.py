@@ -11,6 +11,7 @@ import torch
 from lightck.cli.chaos import plan
 from lightck.cli.chaos.runner import Job, Run, TimeLimits
 from lightck.cli.chaos.verdict import (
+    _is_free,
     _leaves,
     _same,
     differing_losses,
@@ -315,3 +316,18 @@ def test_one_bit_and_one_type_is_a_difference() -> None:
     other[1500] = 7
     assert differ({"a": numbers}, {"a": numbers.copy()}) == []
     assert differ({"a": numbers}, {"a": other}) == ["/a"]
+
+
+@pytest.mark.parametrize(
+    ("name", "free"),
+    [
+        ("/rng/numpy/state/key", True),
+        ("/extras/data/before/rng/numpy/state/key", True),
+        ("/extras/transformers/state/clock/3", True),
+        ("/rng/torch", False),
+        ("/extras/rng/numpy_like", False),
+        ("/extras/clockwork/0", False),
+    ],
+)
+def test_only_unseeded_generators_and_what_a_clock_said_may_differ(name: str, free: bool) -> None:
+    assert _is_free(name, ["numpy"]) is free
