@@ -215,7 +215,7 @@ class _Sums:
         self._log: list[str] = []
         """The log's rows as JSON, without times: each is written once, and then stays."""
         self._times: list[str] = []
-        """What the clock said in each of them."""
+        """The times and rates of each of them, as JSON."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the Trainer's state in the parts of its `trainer_state.json`, and its sums."""

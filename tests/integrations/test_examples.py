@@ -23,7 +23,7 @@ SINGLE = {
     "accelerate_loop": ("accelerate", "--epochs=5"),
     "deepspeed_zero": ("deepspeed", "--epochs=3"),
 }
-"""What the examples of one process need beside torch, and how long they are here."""
+"""Examples of one process: the package that each needs, and its length here."""
 RANKS = {"ddp": "--epochs=5", "fsdp2": "--epochs=5"}
 
 
