@@ -1,4 +1,4 @@
-"""What was found wrong with histories by trying to break them, and must not come back."""
+"""Faults of histories that were found by trying to break them: none of them may come back."""
 
 from __future__ import annotations
 
