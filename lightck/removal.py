@@ -56,6 +56,7 @@ def remove(path: str | os.PathLike[str]) -> list[RunFile]:
             os.unlink(each.path)
         for kept, _ in item.every_item_and_left(root):
             item.remove(kept)
+        item.remove_remains(root)
         item.remove_folder(root)
         if own:
             location.sync_folder(root)

@@ -35,7 +35,13 @@ from lightck.errors import (
 )
 from lightck.events import event
 from lightck.history import item
-from lightck.history.history import HELD_S, History, checked_metrics, history_of
+from lightck.history.history import (
+    HELD_S,
+    History,
+    checked_metrics,
+    history_of,
+    leave_behind,
+)
 from lightck.load import load_owned
 from lightck.pipeline.commit_barrier import SingleProcessBarrier
 from lightck.pipeline.pipeline import InflightSnapshot, Pipeline
@@ -354,6 +360,8 @@ class _Writer:
             seat = claim.RankIdentity(run_id=claim.STORE_RUN)
             region = claim.take(found, self.config, seat, entries, room)
             history = history_of(region, self.config)
+            self._last = -1 if region.continued is None else region.continued.step
+            leave_behind(Path(self.config.path), self._last)
             region.begin_timeline(region.continued)
             pipeline = Pipeline.start(region, Eager(), SingleProcessBarrier(), self.config, 0)
         except BaseException:
@@ -380,6 +388,8 @@ class _Writer:
                 pipeline.begin_timeline()
             if self._history is not None:
                 self._history.went_back(step - 1)
+            else:
+                leave_behind(Path(self.config.path), step - 1)
 
     def fence(self) -> None:
         """Return when no copy reads a live tensor any more; see `SaveFuture.staged`."""

@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -75,6 +76,8 @@ class _Offer:
     leased: bool = True
     given_back: bool = False
     """True if the training needed the slot before it was copied."""
+    left: bool = False
+    """True if the run goes on from an older step: it is not kept."""
 
 
 class History:
@@ -117,6 +120,10 @@ class History:
         self._newest: tuple[Record, int] | None = None
         self._offers: list[_Offer] = []
         self._copying: _Offer | None = None
+        self._branch = 0
+        """Changes when the run goes back: what was read of the items before counts no more."""
+        self._busy_since_s = math.inf
+        """The time at which the thread last began something; inf while it waits."""
         self._closing = self._closed = False
         self._thread: threading.Thread | None = None
 
@@ -230,20 +237,22 @@ class History:
             self._metrics.setdefault(step, {}).update(metrics)
             for old in sorted(self._metrics.keys() - self._wanted)[:-_REMEMBERED]:
                 del self._metrics[old]
-            if step in self._items:
-                self._untold.add(step)
+            known = self._items.get(step)
+            if known is not None:
+                new = self._items[step] = self._with_newer_metrics(known)
+                self._untold.add(step)  # the thread chooses again
                 self._state.notify_all()
+            elif not metrics_of(self.keep) & metrics.keys():
                 return False
-            if not metrics_of(self.keep) & metrics.keys():
-                return False
-            new = Kept(step, time.time(), 0, dict(self._metrics[step]))
-            if self._alone and not keeps_for_metrics(self.keep, self._items.values(), new):
-                self._wanted.discard(step)
-                return False
-            self._wanted.add(step)
-            has = self._offer_newest(step)
+            else:
+                new = Kept(step, time.time(), 0, dict(self._metrics[step]))
+                if self._alone and not self._keeps_for_metrics(new):
+                    self._wanted.discard(step)
+                    return False
+                self._wanted.add(step)
+            has = known is not None or self._offer_newest(step)
         if self._describes:
-            self._describe_soon(step, new)
+            self._describe_soon(step, new, again=known is not None)
         return not has
 
     def _offer_newest(self, step: int) -> bool:
@@ -274,7 +283,8 @@ class History:
         with self._state:
             while held := self._holding():
                 copying = self._copying
-                if copying is not None and time.monotonic() - copying.since_s >= held_s:
+                since_s = self._busy_since_s if copying is None else copying.since_s
+                if time.monotonic() - since_s >= held_s:
                     given = [each.record.step for each in held]
                     for each in held:
                         each.given_back = True
@@ -298,14 +308,23 @@ class History:
 
     def went_back(self, step: int) -> None:
         """Note that the run goes on from an older step, and leaves what it has kept since."""
-        with self._state:
-            for each in [each for each in self._offers if each.record.step > step]:
-                self._drop(each)
-            self._items = {s: kept for s, kept in self._items.items() if s <= step}
-            self._wanted = {s for s in self._wanted if s <= step}
-            self._newest = None
+        self._forget_beyond(step)
         if self._describes:
             leave_behind(self._where.path, step)
+        self._forget_beyond(step)  # once more: what was read before the items were moved
+
+    def _forget_beyond(self, step: int) -> None:
+        with self._state:
+            self._branch += 1
+            for each in [each for each in self._offers if each.record.step > step]:
+                self._drop(each)
+            if self._copying is not None and self._copying.record.step > step:
+                self._copying.left = True
+            self._items = {s: kept for s, kept in self._items.items() if s <= step}
+            self._metrics = {s: given for s, given in self._metrics.items() if s <= step}
+            for steps in (self._wanted, self._untold, self._unkept, self._inexact):
+                steps.intersection_update([s for s in steps if s <= step])
+            self._newest = None
 
     # ---- offers; all under the lock --------------------------------------------------------------
 
@@ -317,7 +336,21 @@ class History:
         """Return whether the policy would keep the snapshot, and no item has it already."""
         if record.step in self._items:
             return record.step in self._inexact and not record.early
-        return would_keep(self.keep, self._items.values(), self._kept(record, epoch))
+        there, new = [*self._items.values()], self._kept(record, epoch)
+        return bool(self._asked(lambda: would_keep(self.keep, there, new), otherwise=False))
+
+    def _keeps_for_metrics(self, new: Kept) -> bool:
+        there = [*self._items.values()]
+        return bool(self._asked(lambda: keeps_for_metrics(self.keep, there, new), otherwise=False))
+
+    def _asked(self, ask: Callable[[], Any], *, otherwise: Any) -> Any:
+        """Return what the policy says, or `otherwise` if it fails: it may be the user's own."""
+        try:
+            return ask()
+        except Exception as error:  # noqa: BLE001 - no training ends for its history
+            why = f"the policy of keep failed: {error!r}"
+            event("history_failed", logging.WARNING, path=self._where.path, why=why)
+            return otherwise
 
     def _must(self, offer: _Offer) -> bool:
         return offer.record.step in self._wanted
@@ -349,7 +382,9 @@ class History:
         while True:
             with self._state:
                 while not (self._offers or self._untold or self._unkept or self._closing):
+                    self._busy_since_s = math.inf
                     self._state.wait()
+                self._busy_since_s = time.monotonic()
                 untold, self._untold = self._untold, set()
                 unkept, self._unkept = self._unkept, set()
                 offer = self._next() if self._offers else None
@@ -400,7 +435,7 @@ class History:
         try:
             self._make(offer)
         except (LightckError, OSError) as error:
-            if not offer.given_back:
+            if not (offer.given_back or offer.left):
                 event("history_failed", logging.WARNING, step=step, why=error)
             self._remove_unfinished(step)
         finally:
@@ -442,10 +477,16 @@ class History:
         copied = partial(self._release, offer)
         copy_snapshot(self._where, record, where, copied=copied, bytes_per_s=self._limit)
         with self._state:
-            self._items[record.step] = kept
-            (self._inexact.add if record.early else self._inexact.discard)(record.step)
-            if self._metrics.get(record.step, {}) != kept.metrics:
-                self._untold.add(record.step)
+            left = offer.left
+            if not left:
+                self._items[record.step] = kept
+                (self._inexact.add if record.early else self._inexact.discard)(record.step)
+                if self._metrics.get(record.step, {}) != kept.metrics:
+                    self._untold.add(record.step)
+        if left:  # it was made after the others of its branch were moved aside
+            if self._describes:
+                item.remove(item.Item(where.path, kept, self._ranks))
+            return
         event("history_kept", logging.DEBUG, step=record.step, path=where.path)
         if self._describes:
             self._prune()
@@ -461,14 +502,20 @@ class History:
 
     def _prune(self) -> None:
         """Remove the items that are no longer kept. A failure is an event; the next prune tries."""
+        with self._state:
+            branch = self._branch
         whole = [each for each in item.every_item(self._where.path) if each.is_whole]
-        chosen = steps_to_keep(self.keep, [each.kept for each in whole])
+        there = [each.kept for each in whole]
+        every = {each.step for each in there}
+        chosen = self._asked(lambda: steps_to_keep(self.keep, there), otherwise=every)
         for each in whole:
             if each.kept.step not in chosen:
                 item.remove(each)
         with self._state:
-            there = {each.kept.step: each.kept for each in whole if each.kept.step in chosen}
-            self._items = {s: self._with_newer_metrics(kept) for s, kept in there.items()}
+            if branch != self._branch:
+                return
+            kept = [each for each in there if each.step in chosen]
+            self._items = {each.step: self._with_newer_metrics(each) for each in kept}
 
     def _with_newer_metrics(self, kept: Kept) -> Kept:
         return replace(kept, metrics={**kept.metrics, **self._metrics.get(kept.step, {})})
@@ -491,17 +538,19 @@ class History:
         except (LightckError, OSError) as error:
             event("history_failed", logging.WARNING, step=step, why=error)
 
-    def _describe_soon(self, step: int, kept: Kept) -> None:
+    def _describe_soon(self, step: int, kept: Kept, *, again: bool = False) -> None:
         """Write a reported step's description before its snapshot can be committed.
 
         A run that is killed between the two still knows the metrics of the snapshot that it has.
+        `again`: the item is there.
         """
 
         def write() -> None:
             try:
-                where = item.make_place(self._where.path, step, self._rank)
+                make = item.place if again else item.make_place
+                where = make(self._where.path, step, self._rank)
                 with self._describing:
-                    if not where.exists:
+                    if again or not where.exists:
                         item.describe(where, kept, self._ranks)
             except (LightckError, OSError) as error:
                 event("history_failed", logging.WARNING, step=step, why=error)
@@ -521,7 +570,7 @@ def checked_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
     for name, value in metrics.items():
         try:
             found[name] = float(value)
-        except (TypeError, ValueError, RuntimeError) as error:
+        except (TypeError, ValueError, RuntimeError, OverflowError) as error:
             raise ConfigError(
                 f"metrics: {name} = {value!r}: must be a number, or a tensor of one element"
             ) from error
@@ -551,14 +600,16 @@ def history_of(
 def leave_behind(run: Path, step: int) -> None:
     """Move the items of a run aside that are of steps beyond `step`; -1: all of them.
 
-    A run that goes on from `step` has never had them. Nothing is removed.
+    A run that goes on from `step` has never had them. Nothing is removed but what is not whole.
     """
     moved: dict[int, object] = {}
     folder = item.folder_of(run)
     try:
         for each in item.every_item(run):
-            if each.kept.step > step:
+            if each.kept.step > step and each.is_whole:
                 moved[each.kept.step] = item.set_aside(each)
+            elif each.kept.step > step:
+                item.remove(each)
     except (LightckError, OSError) as error:
         event("history_failed", logging.WARNING, path=folder, why=error)
     if moved:

@@ -13,9 +13,11 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import re
 import secrets
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import count
@@ -36,6 +38,10 @@ _LEFT_STEP = re.compile(_STEP.pattern + r"(\.[0-9]+)?")
 _GONE = re.compile(r"\.gone-[0-9a-f]{8}")
 _MOST_BYTES = 1 << 20
 """The largest description that is read."""
+_NO_DESCRIPTION = (
+    *(ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RecursionError),
+)
+"""The errors that a text meets on its way to a description, if it is none."""
 
 
 @dataclass(frozen=True)
@@ -123,8 +129,10 @@ def every_item_and_left(run: Path) -> list[tuple[Item, bool]]:
 
 
 def _names(folder: Path) -> list[str]:
+    """Return the names of the folders in a folder; a symlink to one is none."""
     try:
-        return os.listdir(folder)
+        with os.scandir(folder) as there:
+            return [each.name for each in there if each.is_dir(follow_symlinks=False)]
     except (FileNotFoundError, NotADirectoryError):
         return []
     except OSError as error:
@@ -133,7 +141,7 @@ def _names(folder: Path) -> list[str]:
 
 def _read(folder: Path, step: int) -> Item:
     held, ranks = {}, (0,)
-    with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):
+    with contextlib.suppress(OSError, *_NO_DESCRIPTION):
         held = _checked(_content(folder / DESCRIPTION), step)
         ranks = held.pop("ranks")
     pinned = (folder / PIN).exists()
@@ -141,16 +149,20 @@ def _read(folder: Path, step: int) -> Item:
 
 
 def _content(file: Path) -> Any:
-    fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-    with os.fdopen(fd, "rb") as opened:
+    with open(file, "rb", opener=_opened) as opened:
         return json.loads(opened.read(_MOST_BYTES))
 
 
+def _opened(file: str, flags: int) -> int:
+    return os.open(file, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+
+
 def _checked(said: Any, step: int) -> dict[str, Any]:
-    if said["step"] != step:
-        raise ValueError("another step's description")
+    time_s = float(said["time_s"])
+    if said["step"] != step or not said["ranks"] or not math.isfinite(time_s):
+        raise ValueError("another step's description, or none")
     return {
-        "time_s": float(said["time_s"]),
+        "time_s": time_s,
         "epoch": int(said["epoch"]),
         "metrics": {str(name): float(value) for name, value in said["metrics"].items()},
         "ranks": tuple(sorted(int(rank) for rank in said["ranks"])),
@@ -203,17 +215,11 @@ def remove(item: Item) -> None:
     try:
         os.rename(item.folder, gone)
         location.sync_folder(gone.parent)
-        _delete(gone)
+        shutil.rmtree(gone)
     except FileNotFoundError:
         return  # others have removed it
     except OSError as error:
         raise RegionError(f"{item.folder}: cannot be removed: {error.strerror}") from error
-
-
-def _delete(folder: Path) -> None:
-    for name in os.listdir(folder):
-        os.unlink(folder / name)
-    os.rmdir(folder)
 
 
 def remove_folder(run: Path) -> None:
@@ -232,7 +238,7 @@ def remove_remains(run: Path) -> None:
     for name in _names(folder_of(run)):
         if _GONE.fullmatch(name):
             try:
-                _delete(folder_of(run) / name)
+                shutil.rmtree(folder_of(run) / name)
             except FileNotFoundError:
                 continue
             except OSError as error:

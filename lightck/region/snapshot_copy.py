@@ -51,9 +51,10 @@ def copy_snapshot(
         location.opened(source, writable=False) as (source_fd, _),
     ):
         try:
-            os.ftruncate(fd, os.fstat(source_fd).st_size)
             for begin, length in _ranges(source, record):
                 _copy(source_fd, fd, begin, length, bytes_per_s)
+            # Now: a region that has grown meanwhile says so in the superblocks that were copied.
+            os.ftruncate(fd, os.fstat(source_fd).st_size)
             copied()
             _verify(to, record)
             os.fsync(fd)

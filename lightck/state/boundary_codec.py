@@ -181,12 +181,15 @@ def _key(key: Any, path: _Where) -> Any:
 
 
 def _numpy(value: Any, path: _Where) -> dict[str, Any]:
+    if isinstance(value, np.ndarray) and type(value) not in (np.ndarray, np.memmap):
+        named, kind = _named(path), type(value).__qualname__
+        raise StateError(f"{named} is a {kind} and would come back as a plain array", path=named)
     if value.dtype.hasobject or value.dtype.fields is not None:
         named = _named(path)
         raise StateError(f"{named} is a NumPy {value.dtype} value; use a plain dtype", path=named)
-    kind, array = "ndarray" if isinstance(value, np.ndarray) else "scalar", np.asarray(value)
+    tag, array = "ndarray" if isinstance(value, np.ndarray) else "scalar", np.asarray(value)
     shape = list(array.shape)
-    return {TAG: kind, "dtype": array.dtype.str, "shape": shape, "bytes": array.tobytes()}
+    return {TAG: tag, "dtype": array.dtype.str, "shape": shape, "bytes": array.tobytes()}
 
 
 def _other(tree: Any, path: _Where, place: Place, level: int) -> dict[str, Any]:

@@ -91,6 +91,8 @@ class _Tensors:
 
     def __call__(self, path: str, tensor: torch.Tensor) -> dict[str, str]:
         _must_come_back(path, tensor)
+        if any("\ud800" <= letter <= "\udfff" for letter in path):
+            raise StateError(f"{path!r} has a key that is no text in UTF-8", path=path)
         name = self._unused(f"extras/{path}")
         form = tensor.dtype, tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg()
         known = (str(tensor.device), tensor.data_ptr(), *form)

@@ -174,6 +174,8 @@ def test_a_value_that_would_not_come_back_is_named_and_nothing_is_written(run_di
         ({"a": {"b": torch.randn(3).to_sparse()}}, "state/a/b is a torch.sparse_coo"),
         ({"a": nn.parameter.UninitializedParameter()}, "state/a is not initialized"),
         ({Odd(): 1}, "state has the key"),
+        ({"a": np.ma.MaskedArray([1, 2], mask=[0, 1])}, "state/a is a MaskedArray"),
+        ({"\ud800": torch.ones(1)}, "no text in UTF-8"),
     ):
         with pytest.raises(lightck.StateError, match=named):
             store.save(state, 1)

@@ -56,7 +56,7 @@ def restore_attempts(
     """Yield the best snapshot that every rank can restore, then the next one if that failed.
 
     It ends without one when nothing was ever whole: the model may then overwrite what single ranks
-    hold. A wanted step that the slots do not have any more is looked for in the history.
+    hold. A wanted step that the slots do not have (any more) is looked for in the history.
 
     Args:
         ranks: the meeting; every rank calls this with the same step.
@@ -72,6 +72,7 @@ def restore_attempts(
     """
     is_rank = continuation is not None
     why_not_here = ""  # in the run's own slots, once the history is looked at
+    never_written = False
     for _ in range(_TRIES):
         damaged: list[str] = []
         with RegionSurvey.opened(
@@ -82,22 +83,24 @@ def restore_attempts(
                 with RestoreAttempt(ranks, survey, choice, choice.key, why_not) as attempt:
                     yield attempt
                 damaged += attempt.problems
-            if choice.never_written and not (damaged or why_not_here):
+            anew = choice.never_written and not damaged
+            if anew and not why_not_here:
                 if problems := [*choice.fell_back, *choice.passed_over]:
                     path, why = survey.where.path, "; ".join(problems)
                     event("begins_anew", logging.WARNING, path=path, why=why)
                 if continuation is not None:
                     survey.give_up(continuation)
-                return
+            never_written = anew and (never_written or not why_not_here)
             problems = [*choice.fell_back, *damaged, *choice.passed_over]
             text = why_not_here or survey.nothing_whole(step, problems)
-        if choice.overwritten:
+        if choice.overwritten and not anew:
             continue
         if why_not_here or step is None or where.path == where.file:
             break
         why_not_here, where = text, item.place(where.path, step, ranks.rank)
     ranks.leave()  # every rank comes to the same result by itself
-    raise NoSnapshotError(text)
+    if not never_written:
+        raise NoSnapshotError(text)
 
 
 def _choose(ranks: Rendezvous, survey: RegionSurvey, step: int | None) -> Choice:
