@@ -203,7 +203,8 @@ class Store:
             RegionError: the place is not safe, not a region, or a training's.
         """
         wanted: int | Literal["latest"] = "latest" if step == "latest" else _checked_step(step)
-        self._candidates()
+        if not self._candidates() and wanted == "latest":
+            wanted = next(iter(self.steps()), wanted)  # the region is lost, its history is there
         extras = load_owned(self._config.path, wanted)["extras"]
         return state_tree.joined(extras)
 

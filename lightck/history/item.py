@@ -19,8 +19,7 @@ import re
 import secrets
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
-from itertools import count
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +33,6 @@ LEFT = "left"
 DESCRIPTION = "item.json"
 PIN = "pinned"
 _STEP = re.compile(r"step-(0|[1-9][0-9]{0,18})")
-_LEFT_STEP = re.compile(_STEP.pattern + r"(\.[0-9]+)?")
 _GONE = re.compile(r"\.gone-[0-9a-f]{8}")
 _MOST_BYTES = 1 << 20
 """The largest description that is read."""
@@ -123,7 +121,7 @@ def every_item(run: Path) -> list[Item]:
 def every_item_and_left(run: Path) -> list[tuple[Item, bool]]:
     """Return the items of a history with False, and with True those of branches that were left."""
     left = folder_of(run) / LEFT
-    names = [(name, _LEFT_STEP.fullmatch(name)) for name in _names(left)]
+    names = [(name, _STEP.fullmatch(name)) for name in _names(left)]
     others = [_read(left / name, int(matched[1])) for name, matched in names if matched]
     return [*((each, False) for each in every_item(run)), *((each, True) for each in others)]
 
@@ -235,25 +233,28 @@ def remove_remains(run: Path) -> None:
     Raises:
         RegionError: the folder cannot be changed.
     """
-    for name in _names(folder_of(run)):
-        if _GONE.fullmatch(name):
+    for folder in (folder_of(run), folder_of(run) / LEFT):
+        for name in filter(_GONE.fullmatch, _names(folder)):
             try:
-                shutil.rmtree(folder_of(run) / name)
+                shutil.rmtree(folder / name)
             except FileNotFoundError:
                 continue
             except OSError as error:
-                raise RegionError(f"{folder_of(run) / name}: {error.strerror}") from error
+                raise RegionError(f"{folder / name}: {error.strerror}") from error
 
 
 def set_aside(item: Item) -> Path:
     """Move an item to those of a branch that was left; return its new folder.
 
+    One item of each step is there: it replaces what was left of the same step before.
+
     Raises:
         RegionError: the folder cannot be changed.
     """
     left = location.locate(item.folder.parent / LEFT, 0, create=True).path
-    names = (f"{item.folder.name}{f'.{n}' if n else ''}" for n in count())
-    to = next(left / name for name in names if not os.path.lexists(left / name))
+    to = left / item.folder.name
+    if os.path.lexists(to):
+        remove(replace(item, folder=to))
     try:
         os.rename(item.folder, to)
     except OSError as error:

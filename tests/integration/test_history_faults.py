@@ -317,3 +317,22 @@ def test_a_region_that_grows_while_it_is_copied_makes_no_copy_fail(
         grown.set()
     assert kept_steps(run_dir) == [1, 2] and "history_failed" not in caplog.text
     assert lightck.Store(run_dir / "history/step-1").load()["number"] == 1.0
+
+
+def test_of_a_step_that_is_left_again_and_again_one_item_stays_aside(run_dir: Path) -> None:
+    for value in range(4):
+        with lightck.Store(run_dir, keep=2) as store:
+            store.save({"value": value}, 1).result()
+    left = sorted(each.name for each in (run_dir / "history" / "left").iterdir())
+    assert left == ["step-1"]
+    assert lightck.Store(run_dir / "history" / "left" / "step-1").load() == {"value": 2}
+
+
+def test_a_store_whose_region_is_lost_gives_the_newest_of_its_history(run_dir: Path) -> None:
+    with lightck.Store(run_dir, keep=2) as store:
+        for step in (1, 2):
+            store.save({"value": step}, step).result()
+    for file in run_dir.glob("region-*.lck"):
+        file.unlink()
+    store = lightck.Store(run_dir)
+    assert store.steps() == [2, 1] and store.load() == {"value": 2}
