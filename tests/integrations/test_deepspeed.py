@@ -25,7 +25,9 @@ CASES: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("params", CASES, ids=lambda p: "-".join(f"{k}={v}" for k, v in p.items()))
 def test_an_engine_goes_on_bit_for_bit(chain: Callable[..., Chain], params: dict[str, Any]) -> None:
-    chain("deepspeed_engine.py", params=params, seeded=params.get("workers", 0) > 0).check(*PLACES)
+    seeded = params.get("workers", 0) > 0
+    places = PLACES if seeded else PLACES[:4]
+    chain("deepspeed_engine.py", params=params, seeded=seeded).check(*places)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
