@@ -63,8 +63,8 @@ def folder_of(run: Path) -> Path:
 
 
 def is_item(folder: Path) -> bool:
-    """Return whether a folder is that of an item."""
-    return (folder / DESCRIPTION).exists()
+    """Return whether a folder is that of an item; one that may not be entered is not."""
+    return os.path.exists(folder / DESCRIPTION)
 
 
 def require_run(path: str | os.PathLike[str]) -> None:

@@ -214,10 +214,13 @@ def frozen(proofs: Mapping[str, Numbers]) -> list[str]:
     lost = [str(proofs.get(f"frozen {place}", {}).get("lost", "-")) for place in FROZEN]
     heads = ["half an update" if place == "half" else place.replace("-", " ") for place in FROZEN]
     stops = proofs.get("frozen-anywhere", {}).get("stops", 0)
+    anywhere = [
+        f"At random instants: {stops} stops, each back at what was saved whole, golden.",
+        "",
+    ]
     return [
         *table(["one of two ranks stands still for good in", *heads], [["steps lost", *lost]]),
-        f"At random instants: {stops} stops, each back at the step that was saved whole, golden.",
-        "",
+        *(anywhere if stops else []),
     ]
 
 
