@@ -9,10 +9,12 @@ pip install 'lightck[deepspeed]'
 import argparse
 import os
 
-os.environ.setdefault("DS_ACCELERATOR", "cpu")  # leave it out on GPUs
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # read when DeepSpeed is imported
 
 import deepspeed
-import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -52,7 +54,8 @@ def main() -> None:
             print("begins" if run.info is None else f"goes on after step {run.info.step}")
         for _ in range(sampler.epoch, args.epochs):
             for inputs, targets in loader:
-                loss = nn.functional.mse_loss(engine(inputs.to(engine.device)), targets)
+                found = engine(inputs.to(engine.device))
+                loss = nn.functional.mse_loss(found, targets.to(engine.device))
                 engine.backward(loss)
                 engine.step()
                 if talks:
