@@ -11,6 +11,19 @@ from typing import Any, Protocol, runtime_checkable
 
 
 @dataclass(frozen=True, slots=True)
+class Hazard:
+    """The failures of the whole job that are to be expected now, per second.
+
+    Attributes:
+        rate: all of them.
+        unrecoverable: those of them that leave no just-in-time snapshot; all with `failure="off"`.
+    """
+
+    rate: float
+    unrecoverable: float
+
+
+@dataclass(frozen=True, slots=True)
 class Moment:
     """The values by which a policy decides whether a snapshot is due.
 
@@ -21,9 +34,19 @@ class Moment:
         last_step: step of the last due snapshot; None before the first.
         last_time_s: `time_s` of the last due snapshot; None before the first.
         last_epoch: `epoch` of the last due snapshot; None before the first.
-        cost_s: measured training-thread stall of one snapshot, seconds; None until known.
+        cost_s: what one snapshot adds to the training, seconds: the training thread's stall, and by
+            how much the steps beside which its copy ran are longer; None until known.
         persist_s: measured time from a snapshot's opening to its commit, seconds; None until known.
-        step_s: measured time of one step, seconds; None until known.
+        step_s: measured time of one step, the median of the last ones, seconds; None until known.
+        quiet_s: median seconds of a step beside which no snapshot ran; None until known.
+        quiet_age: steps since there was such a step.
+        saved_step: newest step that is committed on all ranks; None: there is none.
+        in_flight: a due snapshot is open, on its way, or of unknown fate.
+        hazard: what failures are to be expected now; None: the policy does not need it.
+        progress: how fast the loss falls now / on average since the start; None: not known.
+        finite: the last loss that was seen is a number.
+        world: number of ranks.
+        metrics: the last values given to `handle.report`.
     """
 
     step: int
@@ -35,6 +58,15 @@ class Moment:
     cost_s: float | None = None
     persist_s: float | None = None
     step_s: float | None = None
+    quiet_s: float | None = None
+    quiet_age: int = 0
+    saved_step: int | None = None
+    in_flight: bool = False
+    hazard: Hazard | None = None
+    progress: float | None = None
+    finite: bool = True
+    world: int = 1
+    metrics: Mapping[str, float] = field(default_factory=dict, hash=False)
 
 
 class Fate(enum.Enum):
@@ -105,8 +137,33 @@ class Failure:
 
 
 @runtime_checkable
+class Probe(Protocol):
+    """A source of symptoms of failures to come: a GPU's counters, the kernel's log, ...
+
+    Attributes:
+        name: what it is called in events and in `lightck health`.
+        period_s: seconds from one reading to the next.
+    """
+
+    name: str
+    period_s: float
+
+    def read(self) -> Mapping[str, float]:
+        """Return the symptoms that are there now, by name, with how often: two bad GPUs are 2.
+
+        Empty where there is nothing to read. May block: each probe has a thread of its own.
+        """
+        ...
+
+
+@runtime_checkable
 class Policy(Protocol):
-    """The method that decides which steps are due; any object that has it is a policy."""
+    """The method that decides which steps are due; any object that has it is a policy.
+
+    Three members more are used where a policy has them: `needs`, a frozenset out of "hazard",
+    "health" and "loss", what the moment must hold; `interval_s(moment)`, the seconds from one
+    snapshot to the next as of now, None while not known; and `why(moment)`, a sentence about it.
+    """
 
     def due(self, moment: Moment) -> bool:
         """Return whether the step that has just ended gets a snapshot.
