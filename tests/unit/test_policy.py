@@ -267,6 +267,7 @@ def _hybrid_due_steps(policy: Hybrid, steps: int, **measured: float) -> list[int
             time_s=100.0 + step,
             last_step=last and last.step,
             last_time_s=last and last.time_s,
+            saved_step=last and last.step,
             step_s=1.0,
             **(measured if last and step > last.step else {}),
         )
