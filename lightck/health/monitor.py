@@ -18,7 +18,7 @@ from lightck.types import Probe
 HANG_S = 60.0
 """A reading that takes longer is told as one that hangs."""
 _MISSED = 2.5  # periods after which a symptom that no reading has confirmed is over
-_MOST = 16  # symptoms of one probe
+_MOST = 32  # symptoms in one reading
 _LONGEST = 40  # characters of a symptom's name
 _ADVICE = (
     "copy the newest snapshot to another medium (`lightck export`, or keep= on another path),"

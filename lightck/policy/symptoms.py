@@ -62,5 +62,5 @@ SYMPTOMS: Mapping[str, Symptom] = {each.name: each for each in _TABLE}
 
 
 def symptom(name: str) -> Symptom:
-    """Return the symptom of that name; for one of a user's probe a guess of an hour, for an hour."""
+    """Return the symptom of that name; for another name a guess of an hour, for an hour."""
     return SYMPTOMS.get(name) or Symptom(name, _HOUR_S, _HOUR_S, evidence="a probe of the user's")

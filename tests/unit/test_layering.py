@@ -16,9 +16,9 @@ from pathlib import Path
 _ROOT = Path(__file__).parents[2]
 _FLOORS = {
     1: {"errors", "events", "keywords", "types"},
-    2: {"policy", "device"},
+    2: {"policy", "device", "notices"},
     3: {"config"},
-    4: {"region"},
+    4: {"region", "health"},
     5: {"state", "tracing", "optim", "history"},
     6: {"data"},
     7: {"reader", "pipeline"},
@@ -31,7 +31,7 @@ _FLOORS = {
     14: {"integrations", "cli", "__init__"},
 }
 _FLOOR_OF = {room: floor for floor, rooms in _FLOORS.items() for room in rooms}
-_STANDARD_LIBRARY = {"errors", "events", "keywords", "types", "policy", "config"}
+_STANDARD_LIBRARY = {"errors", "events", "keywords", "types", "policy", "config", "notices"}
 """Rooms that import nothing that has to be installed."""
 _WITHOUT_TORCH = {*_STANDARD_LIBRARY, "region"}
 # Faces use what users use; __init__ hands out names of these, the marks of instants, the sampler.
@@ -39,6 +39,7 @@ _FACES_USE = {
     *("attach", "store", "handle", "restore", "load", "examine", "pmdk", "watch", "removal"),
     *("config", "errors", "events", "policy", "types", "__init__"),
     "failure",
+    "health",
     "history",
 }
 _HANDED_OUT = {
