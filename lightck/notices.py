@@ -35,7 +35,8 @@ _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 class _Answer:
     status: int
     text: str
-    headers: Mapping[str, str]
+    flavor: str | None
+    """The header Metadata-Flavor."""
 
 
 class _Server:
@@ -53,12 +54,13 @@ class _Server:
         )
         try:
             with _OPENER.open(request, timeout=TIMEOUT_S) as answer:
-                return _Answer(200, answer.read(_MOST).decode(errors="replace"), answer.headers)
+                text = answer.read(_MOST).decode(errors="replace")
+                return _Answer(200, text, answer.headers.get("Metadata-Flavor"))
         except (OSError, http.client.HTTPException) as error:
             if isinstance(error, urllib.error.HTTPError):
                 error.close()
                 if error.code in (401, 404):
-                    return _Answer(error.code, "", error.headers)
+                    return _Answer(error.code, "", None)
             raise LightckError(
                 f"the metadata server gave no answer at {self._base}{path}: {error}; is this"
                 " machine one of that cloud's, and may this container reach it?"
@@ -139,7 +141,7 @@ class _Gcp(_Notice):
     def _look(self) -> bool:
         answer = self._server.ask("/computeMetadata/v1/instance/preempted")
         told = answer.text.strip()
-        if told not in ("TRUE", "FALSE") or answer.headers.get("Metadata-Flavor") != "Google":
+        if told not in ("TRUE", "FALSE") or answer.flavor != "Google":
             raise _other(answer.text, "TRUE or FALSE, and the header Metadata-Flavor: Google")
         return told == "TRUE"
 

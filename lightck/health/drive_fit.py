@@ -252,11 +252,11 @@ def _trained(learned: _Rows, shift: float, seed: int) -> DriveModel:
 
 def _tried(model: DriveModel, held: _Rows, days: Sequence[date], first_held: date) -> Fit:
     inputs, failed = held.arrays()
-    found = (inputs - np.float32(model.mean)) / np.float32(model.scale)
+    found = (inputs - np.array(model.mean)) / np.array(model.scale)
     for number, (weights, biases) in enumerate(model.layers, 1):
-        found = found @ np.float32(weights).T + np.float32(biases)
+        found = found @ np.array(weights).T + np.array(biases)
         found = np.maximum(found, 0) if number < len(model.layers) else found
-    hazards = 1 / (1 + np.exp(-(found[:, 0].astype(float) + model.shift)))
+    hazards = 1 / (1 + np.exp(-(found[:, 0] + model.shift)))
     cuts = [float(np.quantile(hazards, 1 - share)) for share in ALARM_SHARES]
     rule = (inputs[:, SMART.index(5)] > 0) & (inputs[:, SMART.index(197)] > 0)
     told = f"days {days[0]} to {days[-1]}, tried on those from {first_held}"

@@ -86,7 +86,7 @@ class Nvml(MachineProbe):
     def _action(self, nvml: Any, handle: Any) -> bool:
         """Tell whether the driver asks for something; False where it is too old to say."""
         (field,) = nvml.nvmlDeviceGetFieldValues(handle, [nvml.NVML_FI_DEV_GET_GPU_RECOVERY_ACTION])
-        return field.nvmlReturn == nvml.NVML_SUCCESS and field.value.uiVal != 0
+        return bool(field.nvmlReturn == nvml.NVML_SUCCESS and field.value.uiVal)
 
     def _count(self, nvml: Any, handle: Any) -> int:
         """Return the errors so far that were not corrected, and the rows they cost."""

@@ -123,7 +123,7 @@ def links(root: Path, clock: Callable[[], float] = time.monotonic) -> Counters:
 
 
 def dram(root: Path, clock: Callable[[], float] = time.monotonic) -> Counters:
-    """Return the probe of errors of DRAM: any that is not corrected, or 100 corrected in an hour."""
+    """Return the probe of DRAM: any error that is not corrected, or 100 corrected in an hour."""
     folder = "sys/devices/system/edac/mc/mc*"
     counters = {
         "dram": ((f"{folder}/ue_count",), Growth()),

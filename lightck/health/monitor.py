@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from numbers import Real
 
 from lightck.errors import LightckError
 from lightck.events import event, event_aside
@@ -153,7 +152,7 @@ def checked(found: object) -> dict[str, float]:
             for name, count in found.items()
             if isinstance(name, str)
             and 0 < len(name) <= _LONGEST
-            and isinstance(count, Real)
+            and isinstance(count, int | float)
             and math.isfinite(count)
             and count >= 0
         }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import json
 from collections.abc import Callable, Sequence
-from datetime import date, timedelta
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -16,54 +16,13 @@ from lightck.errors import LightckError
 from lightck.health import Drives
 from lightck.health.drive_fit import ALARM_SHARES, Fit, _inputs, fit
 from lightck.health.drive_model import SMART, WIDTHS, DriveModel, inputs
-
-FIRST = date(2013, 4, 10)
-HEADER = [
-    "date",
-    "serial_number",
-    "model",
-    "failure",
-    "smart_5_raw",
-    "smart_9_raw",
-    "smart_197_raw",
-]
-
-
-def made_up_logs(
-    folder: Path, random: np.random.Generator, *, drives: int, days: int
-) -> list[Path]:
-    """Write a day's log per file; a drive with pending sectors that grow fails soon."""
-    alive = {f"S{number:05d}": [0, int(random.integers(9000)), 0] for number in range(drives)}
-    files = []
-    for number in range(days):
-        day = FIRST + timedelta(days=number)
-        file = folder / f"{day}.csv"
-        files.append(file)
-        with file.open("w", newline="") as out:
-            rows = csv.writer(out)
-            rows.writerow(HEADER)
-            for serial, values in [*alive.items()]:
-                values[1] += 24
-                if random.random() < 0.004 or values[2]:
-                    values[2] += int(random.integers(1, 9))
-                    values[0] += int(random.integers(3))
-                failed = random.random() < (0.15 if values[2] else 2e-5)
-                # Some drives lack an attribute, or a day.
-                reallocated: Any = "" if serial.endswith("7") else values[0]
-                if not (serial.endswith("3") and number % 5 == 0 and not failed):
-                    rows.writerow(
-                        [day, serial, "M", int(failed), reallocated, values[1], values[2]]
-                    )
-                if failed:
-                    del alive[serial]
-                    alive[f"{serial}n"] = [0, 0, 0]
-    return files
+from support.machine import FIRST, HEADER, Disk, Machine, write_drive_logs
 
 
 @pytest.fixture(scope="module")
 def logs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     folder = tmp_path_factory.mktemp("logs")
-    return made_up_logs(folder, np.random.default_rng(7), drives=400, days=40)
+    return write_drive_logs(folder, np.random.default_rng(7), drives=400, days=40)
 
 
 @pytest.fixture(scope="module")
@@ -225,8 +184,6 @@ def _plain_model() -> dict[str, Any]:
 
 
 def test_a_probe_with_a_model_asks_it_instead_of_the_rule(tmp_path: Path) -> None:
-    from unit.test_machine_probes import Disk, Machine
-
     file = tmp_path / "drives.json"
     file.write_text(json.dumps(_plain_model()))
     machine = Machine(tmp_path)
@@ -243,8 +200,6 @@ def test_a_probe_with_a_model_asks_it_instead_of_the_rule(tmp_path: Path) -> Non
 def test_a_week_later_the_model_is_given_the_reading_of_then(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from unit.test_machine_probes import Disk, Machine
-
     asked = []
     monkeypatch.setattr(DriveModel, "hazard", lambda self, *given: asked.append(given) or 0.0)
     file = tmp_path / "drives.json"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,23 +20,7 @@ from lightck.health import (
     probes,
 )
 from lightck.policy.symptoms import SYMPTOMS
-
-
-class Machine:
-    """A tree of files below a root."""
-
-    def __init__(self, root: Path) -> None:
-        self.root = root
-        self.now_s = 0.0
-
-    def clock(self) -> float:
-        return self.now_s
-
-    def put(self, path: str, text: object) -> Path:
-        file = self.root / path
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(f"{text}\n")
-        return file
+from support.machine import Disk, Machine
 
 
 @pytest.fixture
@@ -285,50 +268,6 @@ def test_without_the_library_there_is_nothing_to_read(monkeypatch: pytest.Monkey
 
 
 # ---- drives ------------------------------------------------------------------------------------
-
-
-class Disk:
-    """A made-up disk under `region`, and a smartctl that says what a test wants."""
-
-    def __init__(self, machine: Machine, name: str = "sda", *, partition: bool = True) -> None:
-        self.machine, self.name = machine, name
-        self.region = machine.root / "run"
-        self.region.mkdir(exist_ok=True)
-        self.folder = machine.root / "sys/devices/block" / name
-        inner = self.folder / f"{name}1" if partition else self.folder
-        inner.mkdir(parents=True)
-        if partition:
-            (inner / "partition").write_text("1\n")
-        device = os.stat(self.region).st_dev
-        link = machine.root / f"sys/dev/block/{os.major(device)}:{os.minor(device)}"
-        link.parent.mkdir(parents=True)
-        link.symlink_to(inner)
-        self.program = machine.put("smartctl", "")
-        self.says('{"smartctl": {"exit_status": 0}, "smart_status": {"passed": true}}')
-
-    def says(self, text: str) -> None:
-        answer = self.machine.put("answer", text)
-        asked = self.machine.root / "asked"
-        self.program.write_text(f'#!/bin/sh\necho "$@" >> {asked}\ncat {answer}\n')
-        self.program.chmod(0o700)
-
-    def sectors(self, reallocated: int, pending: int, **more: int) -> None:
-        rows = [(5, reallocated, str(reallocated)), (197, pending, str(pending))]
-        rows += [(194, 0x2600150017, "23 (Min/Max 21/38)")]
-        table = ", ".join(
-            f'{{"id": {number}, "raw": {{"value": {value}, "string": "{text}"}}}}'
-            for number, value, text in rows
-        )
-        self.says(f'{{"smartctl": {{}}, "ata_smart_attributes": {{"table": [{table}]}}}}')
-
-    def probe(self, **more: Any) -> Drives:
-        return Drives(
-            self.region,
-            self.machine.root,
-            smartctl=str(self.program),
-            clock=self.machine.clock,
-            **more,
-        )
 
 
 def test_sectors_that_are_both_reallocated_and_pending_are_a_symptom(machine: Machine) -> None:
