@@ -11,7 +11,7 @@ from lightck.health.monitor import UnavailableError
 
 
 class Nvml(MachineProbe):
-    """What the driver says of the GPUs: that it wants a reset, and memory errors that grow.
+    """The driver's own view of the GPUs: that it wants a reset, and memory errors that grow.
 
     A rank under a launcher reads its own GPU, any other process all that it may see. A call may
     hang when a GPU is lost, and with it this probe's thread. Needs `nvidia-ml-py`.

@@ -47,7 +47,7 @@ class MachineProbe:
 
 
 class Growth:
-    """Counters, of which those count that have grown by so much within so many seconds."""
+    """CounterFiles, of which those count that have grown by so much within so many seconds."""
 
     def __init__(self, least: int = 1, within_s: float = 3600.0) -> None:
         self._least, self._within_s = least, within_s
@@ -66,8 +66,8 @@ class Growth:
         return found
 
 
-class Counters(MachineProbe):
-    """Counters in files of one number each; the growth of one is a symptom."""
+class CounterFiles(MachineProbe):
+    """CounterFiles in files of one number each; the growth of one is a symptom."""
 
     def __init__(
         self,
@@ -111,7 +111,7 @@ class Counters(MachineProbe):
             yield f"/{file.relative_to(self._root)}", int(file.read_text())
 
 
-def links(root: Path, clock: Callable[[], float] = time.monotonic) -> Counters:
+def links(root: Path, clock: Callable[[], float] = time.monotonic) -> CounterFiles:
     """Return the probe of network interfaces that lose their link."""
     ports = "sys/class/infiniband/*/ports/*/counters"
     paths = (
@@ -119,17 +119,17 @@ def links(root: Path, clock: Callable[[], float] = time.monotonic) -> Counters:
         f"{ports}/link_downed",
         f"{ports}/link_error_recovery",
     )
-    return Counters("links", root, {"link": (paths, Growth())}, clock=clock)
+    return CounterFiles("links", root, {"link": (paths, Growth())}, clock=clock)
 
 
-def dram(root: Path, clock: Callable[[], float] = time.monotonic) -> Counters:
+def dram(root: Path, clock: Callable[[], float] = time.monotonic) -> CounterFiles:
     """Return the probe of DRAM: any error that is not corrected, or 100 corrected in an hour."""
     folder = "sys/devices/system/edac/mc/mc*"
     counters = {
         "dram": ((f"{folder}/ue_count",), Growth()),
         "dram_corrected": ((f"{folder}/ce_count",), Growth(100)),
     }
-    return Counters("dram", root, counters, clock=clock)
+    return CounterFiles("dram", root, counters, clock=clock)
 
 
 class MemoryPressure(MachineProbe):
