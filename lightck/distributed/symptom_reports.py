@@ -115,8 +115,7 @@ class SymptomReports:
         count = int(raw) if raw else 0
         self._unread |= dict.fromkeys(range(self._known + 1, count + 1), now + HOLDS_S)
         self._known = max(self._known, count)
-        found = {rank: each for rank, each in self._reports.items() if now < each[0]}
-        read = []
+        found, read = dict(self._reports), []
         for number, until_s in sorted(self._unread.items()):
             sent = self._store.read(str(number))
             if sent is None and now < until_s:

@@ -9,9 +9,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from lightck.distributed import symptom_reports
+from lightck.distributed.store import default_store
 from lightck.distributed.symptom_reports import SymptomReports, watch_symptoms
 from lightck.distributed.topology import Topology
 from lightck.health import HealthMonitor
+from support.distributed import ranks as jobs
 from support.distributed.memory import MemoryStore, Server
 
 LONG_S = 100.0
@@ -183,3 +185,27 @@ def test_a_notice_that_sees_symptoms_is_watched_and_another_is_not(tmp_path: Pat
         until(monitor.active, {"rebalance": 1.0})
         monitor.stop()
     watch_symptoms(tmp_path, Topology(), None, watch=False, notice=lambda: False).stop()
+
+
+def test_a_symptom_reaches_rank_0_over_the_jobs_real_store() -> None:
+    def train(me: jobs.Me) -> float | None:
+        probe = Fixed()
+        store = default_store().below("symptoms")
+        topology = Topology(me.rank, me.world, (me.rank,))
+        reports = watch_symptoms(Path(), topology, store, watch=(probe,))
+        try:
+            if me.rank == 1:
+                probe.found = {"gpu_error": 1}
+                me.pause()
+                return None
+            began = time.monotonic()
+            until(reports.active, {"gpu_error": 1.0})
+            return time.monotonic() - began
+        finally:
+            reports.stop()
+
+    with jobs.started(2, train) as job:
+        (took,) = job.outcomes([0])
+        print(f"{took:.2f} s")
+        job.let_go(1)
+        assert job.results()[1] is None

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from lightck.errors import LightckError
-from lightck.health import Drives
+from lightck.health import Drives, drive_fit
 from lightck.health.drive_fit import ALARM_SHARES, Fit, _drive_days, _inputs, fit
 from lightck.health.drive_model import SMART, WIDTHS, DriveModel, inputs
 from support.machine import FIRST, HEADER, Disk, Machine, write_drive_logs
@@ -38,13 +38,29 @@ def test_a_known_hazard_is_found_on_days_that_were_not_learned_from(fitted: Fit)
     assert 0 < fitted.rule_recall < 1
 
 
+@pytest.mark.parametrize("least_healthy", [20_000, 1_000])
 def test_hazards_are_those_of_all_days_though_few_healthy_ones_were_learned_from(
-    fitted: Fit,
+    logs: Sequence[Path], least_healthy: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(drive_fit, "_LEAST_HEALTHY", least_healthy)
+    model = fit(logs).model
+    assert (model.shift == 0) == (least_healthy == 20_000)
     healthy = {5: 0.0, 9: 3000.0, 197: 0.0}
     failing = {5: 3.0, 9: 3000.0, 197: 20.0}
-    assert fitted.model.hazard(healthy, healthy) < 0.01
-    assert 0.04 < fitted.model.hazard(failing, {**failing, 197: 8.0}) < 0.5
+    assert model.hazard(healthy, healthy) < 0.01
+    assert 0.04 < model.hazard(failing, {**failing, 197: 8.0}) < 0.5  # .15 is true
+
+
+def test_nothing_is_learned_from_the_days_that_are_held_out(
+    logs: Sequence[Path], fitted: Fit, tmp_path: Path
+) -> None:
+    def fail(rows: list[list[str]]) -> None:
+        for row in rows[1:40]:
+            row[HEADER.index("failure")] = "1"
+
+    other = fit([*logs[:-1], rewritten(logs[-1], fail, tmp_path)])
+    assert other.model.layers == fitted.model.layers
+    assert other.auc < fitted.auc
 
 
 def test_the_same_logs_and_seed_give_the_same_model(logs: Sequence[Path], fitted: Fit) -> None:

@@ -191,3 +191,13 @@ def test_benchmarks_use_the_public_interface_only() -> None:
         if name.split(".")[0] == "lightck" and name not in public
     ]
     assert not wrong, "\n".join(wrong)
+
+
+def test_of_health_the_training_of_a_model_alone_needs_what_has_to_be_installed() -> None:
+    wrong = [
+        f"{module}:{line}: imports {name}"
+        for module in {*_in_rooms({"health"})} - {"lightck.health.drive_fit"}
+        for name, line in _imports(module)
+        if name.split(".")[0] not in sys.stdlib_module_names | {"lightck", "pynvml"}
+    ]
+    assert not wrong, "\n".join(wrong)
