@@ -22,7 +22,9 @@ from lightck.health.monitor import checked
 from lightck.types import Probe
 
 LOOK_S = 2.0
-"""Seconds between looks, at the own symptoms and, on rank 0, at the store."""
+"""Seconds between rank 0's looks at the store."""
+OWN_LOOK_S = 0.25
+"""Seconds between another rank's looks at its own symptoms."""
 REPEAT_S = 60.0
 """Seconds after which a report is repeated."""
 HOLDS_S = 120.0
@@ -42,7 +44,7 @@ class SymptomReports:
         store: KeyValueStore,
         topology: Topology,
         *,
-        look_s: float = LOOK_S,
+        look_s: float | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Start to look, on a daemon thread.
@@ -51,11 +53,12 @@ class SymptomReports:
             monitor: of this rank; `stop` stops it.
             store: a connection of its own, below a prefix of this attach.
             topology: which rank this is.
-            look_s: seconds between looks.
+            look_s: seconds between looks; default: as above.
             clock: seconds of a monotonic clock.
         """
         self._monitor, self._store, self._clock = monitor, store, clock
-        self._rank, self._look_s = topology.rank, look_s
+        self._rank = topology.rank
+        self._look_s = look_s or (OWN_LOOK_S if self._rank else LOOK_S)
         self._delay_s = topology.rank / _RANKS_PER_S
         self._stop = threading.Event()
         self._sent: Mapping[str, float] = {}

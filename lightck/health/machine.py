@@ -15,7 +15,7 @@ from pathlib import Path
 
 from lightck.health.monitor import UnavailableError
 
-PERIOD_S = 10.0
+PERIOD_S = 5.0
 
 
 class MachineProbe:
