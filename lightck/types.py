@@ -47,6 +47,8 @@ class Moment:
         finite: the last loss that was seen is a number.
         world: number of ranks.
         metrics: the last values given to `handle.report`.
+        extremes: least and greatest value of each metric, of all that were reported before a policy
+            was last asked: what is in `metrics` since then is not among them.
     """
 
     step: int
@@ -67,6 +69,7 @@ class Moment:
     finite: bool = True
     world: int = 1
     metrics: Mapping[str, float] = field(default_factory=dict, hash=False)
+    extremes: Mapping[str, tuple[float, float]] = field(default_factory=dict, hash=False)
 
 
 class Fate(enum.Enum):

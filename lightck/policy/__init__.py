@@ -1,26 +1,25 @@
-"""Decide by pure functions when a snapshot is due (`due`), and which ones a history keeps (`keep`).
+"""Decide by pure functions when a snapshot is due, and which ones a history keeps (`keep`).
 
-Neither reads a clock: what they decide from is given to them.
+Any object with a method `due(moment: Moment) -> bool` is a policy. Those here combine with `|` and
+`&`: `EverySteps(100) | EveryEpochs()`. None reads a clock: what they decide from is given to them.
 """
 
-from lightck.policy.due import (
-    AllOf,
-    AnyOf,
-    AtSteps,
-    Combinable,
-    EveryEpochs,
-    EverySeconds,
-    EverySteps,
-    Hybrid,
-    parse,
-)
+from lightck.policy.auto import Auto
+from lightck.policy.best import OnBest
+from lightck.policy.budget import Budget
+from lightck.policy.combination import AllOf, AnyOf, Combinable
+from lightck.policy.due import AtSteps, EveryEpochs, EverySeconds, EverySteps, Hybrid
 from lightck.policy.keep import Best, Every, Keep, Kept, Newest, Steps, Within
+from lightck.policy.quality import Quality
+from lightck.policy.words import parse
 
 __all__ = [
     "AllOf",
     "AnyOf",
     "AtSteps",
+    "Auto",
     "Best",
+    "Budget",
     "Combinable",
     "Every",
     "EveryEpochs",
@@ -30,6 +29,8 @@ __all__ = [
     "Keep",
     "Kept",
     "Newest",
+    "OnBest",
+    "Quality",
     "Steps",
     "Within",
     "parse",

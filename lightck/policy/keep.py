@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
 from lightck.errors import ConfigError
+from lightck.policy import checks
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +156,7 @@ class Newest(CombinableKeep):
     n: int = 1
 
     def __post_init__(self) -> None:
-        _positive_int("newest", self.n)
+        checks.positive_int("newest", self.n)
 
     def keep(self, kept: Sequence[Kept]) -> frozenset[int]:
         """Return the newest steps; see `Keep.keep`."""
@@ -186,11 +187,8 @@ class Best(CombinableKeep):
     mode: str = "min"
 
     def __post_init__(self) -> None:
-        _positive_int("best", self.n)
-        if not isinstance(self.metric, str) or not self.metric:
-            raise ConfigError(f"best: metric = {self.metric!r}: must be the name of a metric")
-        if self.mode not in ("min", "max"):
-            raise ConfigError(f"best: mode = {self.mode!r}: must be 'min' or 'max'")
+        checks.positive_int("best", self.n)
+        checks.metric("best", self.metric, self.mode)
 
     @property
     def metrics(self) -> frozenset[str]:  # type: ignore[override]
@@ -238,9 +236,9 @@ class Every(CombinableKeep):
             found = ", ".join(given) or "none"
             raise ConfigError(f"every: needs one of steps, seconds, epochs; found {found}")
         if self.seconds is not None:
-            _positive_number("every: seconds", self.seconds)
+            checks.positive_number("every: seconds", self.seconds)
         else:
-            _positive_int(f"every: {given[0]}", getattr(self, given[0]))
+            checks.positive_int(f"every: {given[0]}", getattr(self, given[0]))
 
     def _span(self, each: Kept) -> int:
         if self.seconds is not None:
@@ -276,7 +274,7 @@ class Within(CombinableKeep):
     seconds: float
 
     def __post_init__(self) -> None:
-        _positive_number("within", self.seconds)
+        checks.positive_number("within", self.seconds)
 
     def keep(self, kept: Sequence[Kept]) -> frozenset[int]:
         """Return the steps of that time; see `Keep.keep`."""
@@ -304,7 +302,7 @@ class GivenSteps(CombinableKeep):
         if not steps:
             raise ConfigError("steps: needs at least one step")
         for step in steps:
-            _positive_int("steps", step)
+            checks.positive_int("steps", step)
         object.__setattr__(self, "steps", frozenset(steps))
 
     def keep(self, kept: Sequence[Kept]) -> frozenset[int]:
@@ -316,17 +314,6 @@ class GivenSteps(CombinableKeep):
 
 
 Steps = GivenSteps
-
-
-def _positive_int(key: str, value: object) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ConfigError(f"{key} = {value!r}: must be an integer of 1 or more")
-
-
-def _positive_number(key: str, value: object) -> None:
-    if isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf:
-        return
-    raise ConfigError(f"{key} = {value!r}: must be a finite number above 0")
 
 
 # ---- the value of a setting ----------------------------------------------------------------------

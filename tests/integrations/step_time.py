@@ -1,35 +1,38 @@
-"""Measure what the integration with Lightning adds to a step of GPT-2 small; on a quiet machine.
+"""Measure what an integration adds to a step of GPT-2 small; on a quiet machine.
 
     make integrations
-    PYTHONPATH=. .venv-integrations/bin/python tests/integrations/step_time.py [STEPS] [SIZE]
+    PYTHONPATH=. .venv-integrations/bin/python tests/integrations/step_time.py FRAMEWORK SIZE ROUNDS
 
-Two trainings in turn, ROUNDS of each: the same script without lightck, and with a snapshot every
-ten steps. Prints seconds per step of each round, and the ratio of medians. SIZE is "small" (GPT-2,
-1.5 GB of state) or "toy".
+The same script in turn without lightck, and with a snapshot every ten steps, in one process. Prints
+the seconds per step of each pair, and the median of the pairs' ratios. FRAMEWORK is one of those
+below, SIZE is "small" (GPT-2, 1.5 GB of state; the default) or "toy", ROUNDS are 6.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
 import shutil
 import statistics
 import sys
 import tempfile
 import time
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import lightning
 import torch
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import lightck
-from lightck.integrations.lightning import LightckCallback
 
-ROUNDS = 3
 EVERY = 10
+CYCLES = 4
+"""Cycles of `EVERY` steps in a training, the first of which is not counted."""
+STEPS = EVERY * CYCLES
 SIZES: dict[str, dict[str, int]] = {
     "small": {},
     "toy": {
@@ -39,63 +42,181 @@ SIZES: dict[str, dict[str, int]] = {
 }
 
 
-class Model(lightning.LightningModule):
-    def __init__(self, size: str) -> None:
-        super().__init__()
-        self.model = GPT2LMHeadModel(GPT2Config(**SIZES[size]))
-
-    def training_step(self, batch: Any, index: int) -> Any:
-        return self.model(batch[0], labels=batch[0]).loss
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters(), lr=1e-4)
-
-
-class Times(lightning.Callback):
-    """Notes when each step ends."""
+class Tokens(Dataset[Any]):
+    """Random tokens, which are their own labels."""
 
     def __init__(self) -> None:
-        self.ends: list[float] = []
+        self.rows = torch.randint(0, 1000, (STEPS, 128))
 
-    def on_train_batch_end(self, *_: Any) -> None:
-        self.ends.append(time.perf_counter())
+    def __len__(self) -> int:
+        return STEPS
+
+    def __getitem__(self, i: int) -> dict[str, torch.Tensor]:
+        return {"input_ids": self.rows[i], "labels": self.rows[i]}
 
 
-def step_s(path: Path | None, steps: int, size: str) -> float:
-    """Return the seconds of a step, the mean over whole cycles of snapshots, the first left out."""
-    torch.manual_seed(0)
-    tokens = TensorDataset(torch.randint(0, 1000, (steps, 128)))
-    loader = DataLoader(tokens, 1, sampler=lightck.ResumableSampler(tokens))
-    times = Times()
+def model_of(size: str) -> GPT2LMHeadModel:
+    """Make the model."""
+    return GPT2LMHeadModel(GPT2Config(**SIZES[size]))
+
+
+def adamw(model: Any) -> torch.optim.AdamW:
+    """Make its optimizer."""
+    return torch.optim.AdamW(model.parameters(), lr=1e-4)
+
+
+Ends = list[float]
+"""When each step has ended, in seconds of a monotonic clock."""
+
+
+def train_lightning(size: str, path: Path | None) -> Ends:
+    """Train by Lightning's Trainer."""
+    import lightning
+
+    from lightck.integrations.lightning import LightckCallback
+
+    class Module(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = model_of(size)
+
+        def training_step(self, batch: Any, index: int) -> Any:
+            return self.model(**batch).loss
+
+        def configure_optimizers(self) -> Any:
+            return adamw(self)
+
+    class Times(lightning.Callback):
+        def on_train_batch_end(self, *_: Any) -> None:
+            ends.append(time.perf_counter())
+
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    ends: Ends = []
+    rows = Tokens()
     own = [] if path is None else [LightckCallback(path, policy=EVERY)]
-    trainer = lightning.Trainer(
-        max_steps=steps, accelerator="cpu", logger=False, callbacks=[times, *own],
+    lightning.Trainer(
+        max_steps=STEPS, accelerator="cpu", logger=False, callbacks=[Times(), *own],
         enable_checkpointing=path is not None, enable_progress_bar=False,
         enable_model_summary=False,
+    ).fit(Module(), DataLoader(rows, 1, sampler=lightck.ResumableSampler(rows)))  # fmt: skip
+    return ends
+
+
+def train_transformers(size: str, path: Path | None) -> Ends:
+    """Train by Hugging Face's Trainer."""
+    from transformers import Trainer, TrainerCallback, TrainingArguments
+
+    from lightck.integrations.transformers import LightckCallback
+
+    class Times(TrainerCallback):
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            ends.append(time.perf_counter())
+
+    ends: Ends = []
+    arguments = TrainingArguments(
+        "out", max_steps=STEPS, per_device_train_batch_size=1, save_strategy="no", report_to=[],
+        logging_steps=STEPS, use_cpu=True, disable_tqdm=True,
     )  # fmt: skip
-    trainer.fit(Model(size), loader)
-    return (times.ends[-1] - times.ends[EVERY - 1]) / (steps - EVERY)
+    trainer = Trainer(model_of(size), arguments, train_dataset=Tokens(), callbacks=[Times()])
+    if path is None:
+        trainer.train()
+    else:
+        checkpoints = LightckCallback(path, policy=EVERY).bind(trainer)
+        trainer.train(resume_from_checkpoint=checkpoints.checkpoint())
+    return ends
+
+
+def train_accelerate(size: str, path: Path | None) -> Ends:
+    """Train by a loop with Accelerate."""
+    from accelerate import Accelerator
+
+    from lightck.integrations.accelerate import Lightck
+
+    accelerator, model = Accelerator(cpu=True), model_of(size)
+    loader: Any = DataLoader(Tokens(), 1, shuffle=True)
+    model, optimizer, loader = accelerator.prepare(model, adamw(model), loader)
+    ends: Ends = []
+    run: Any = contextlib.nullcontext()
+    if path is not None:
+        run = Lightck(accelerator, path, policy=EVERY)
+    with run:
+        for _ in range(1) if path is None else run.epochs(1):
+            for batch in loader if path is None else run.batches(loader):
+                with accelerator.accumulate(model):
+                    accelerator.backward(model(**batch).loss)
+                    optimizer.step()
+                    optimizer.zero_grad()
+                ends.append(time.perf_counter())
+    return ends
+
+
+def train_deepspeed(size: str, path: Path | None) -> Ends:
+    """Train by DeepSpeed's engine, ZeRO 0, one rank."""
+    import deepspeed
+    import torch.distributed as dist
+
+    from lightck.integrations.deepspeed import attach
+
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # type: ignore[attr-defined]
+    if not dist.is_initialized():
+        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        deepspeed.init_distributed("gloo", verbose=False)
+    model = model_of(size)
+    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 0}}
+    engine, *_ = deepspeed.initialize(model=model, optimizer=adamw(model), config=config)
+    rows = Tokens()
+    sampler = lightck.ResumableSampler(rows)
+    ends: Ends = []
+    run: Any = contextlib.nullcontext()
+    if path is not None:
+        run = attach(engine, path, extras={"data": sampler}, policy=EVERY)
+    with run:
+        for batch in DataLoader(rows, 1, sampler=sampler):
+            engine.backward(engine(**batch).loss)
+            engine.step()
+            ends.append(time.perf_counter())
+    return ends
+
+
+FRAMEWORKS: dict[str, Callable[[str, Path | None], Ends]] = {
+    "lightning": train_lightning,
+    "transformers": train_transformers,
+    "accelerate": train_accelerate,
+    "deepspeed": train_deepspeed,
+}
+
+
+def step_s(framework: str, size: str, path: Path | None) -> float:
+    """Return the seconds of a step, the mean over whole cycles of snapshots, the first left out."""
+    torch.manual_seed(0)
+    ends = FRAMEWORKS[framework](size, path)
+    if len(ends) != STEPS:
+        raise RuntimeError(f"{framework} has made {len(ends)} steps instead of {STEPS}")
+    return (ends[-1] - ends[EVERY - 1]) / (STEPS - EVERY)
 
 
 def main() -> None:
     """Measure, and print."""
     warnings.simplefilter("ignore")
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    steps = int(sys.argv[1]) if len(sys.argv) > 1 else 40
+    framework = sys.argv[1]
     size = sys.argv[2] if len(sys.argv) > 2 else "small"
+    rounds = int(sys.argv[3]) if len(sys.argv) > 3 else 6
     folder = Path(tempfile.mkdtemp(prefix="lightck-test-", dir="/dev/shm"))
-    found: dict[str, list[float]] = {"without": [], "with": []}
+    ratios = []
     try:
-        for i in range(ROUNDS):
-            found["without"].append(step_s(None, steps, size))
-            found["with"].append(step_s(folder / str(i), steps, size))
+        for i in range(rounds):
+            found = {}
+            for on in (False, True) if i % 2 else (True, False):
+                found[on] = step_s(framework, size, folder / str(i) if on else None)
             shutil.rmtree(folder / str(i))
+            ratios.append(found[True] / found[False])
+            print(f"{found[False]:.4f} s {found[True]:.4f} s {ratios[-1]:.3f}", flush=True)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    for name, seconds in found.items():
-        print(name, *(f"{each:.4f} s" for each in seconds))
-    ratio = statistics.median(found["with"]) / statistics.median(found["without"])
-    print(f"ratio of the medians: {ratio:.3f} (wanted: at most 1.02)")
+    middle = statistics.median(ratios)
+    print(f"{framework} {size}: {middle:.3f} [{min(ratios):.3f}, {max(ratios):.3f}]", flush=True)
 
 
 if __name__ == "__main__":
