@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from lightck.distributed.store import KeyValueStore
@@ -142,35 +142,38 @@ def _decode(sent: bytes) -> tuple[int, Mapping[str, float]] | None:
 
 
 def watch_symptoms(
+    policy: object,
     region: Path,
     topology: Topology,
-    store: KeyValueStore | None,
+    store: KeyValueStore | None = None,
     *,
-    watch: bool | Sequence[Probe] = True,
     notice: object = None,
 ) -> HealthMonitor | SymptomReports:
     """Begin to watch the symptoms of this rank and, on rank 0, to listen for those of others.
 
     Args:
+        policy: one that needs "health": the probes that it, or a policy that it is made of, names
+            as `watch`; all of this machine if that is true, or none names any.
         region: the path of the region.
         topology: of the job; its node's first rank reads what is the same for the whole node.
         store: a connection of its own, below a prefix of this attach; None with one rank.
-        watch: True for all probes of this machine, or those to read instead.
         notice: the user's notice; one of `lightck.notices` that also sees symptoms is a probe, too.
 
     Returns:
         What has `active()`, `risk` and `stop()`.
     """
-    chosen = probes(region) if watch is True else watch or ()
+    watched = [getattr(each, "watch", None) for each in _parts(policy, "policies")]
+    chosen = [probe for each in watched if isinstance(each, tuple) for probe in each]
+    if True in watched or not any(watched):
+        chosen += probes(region)
     first = topology.rank == min(topology.peers)
     mine = [each for each in chosen if first or not getattr(each, "of_node", False)]
     if first:
-        mine += [each for each in _notices(notice) if isinstance(each, Probe)]
-    monitor = HealthMonitor(mine)
+        mine += [each for each in _parts(notice, "notices") if isinstance(each, Probe)]
+    monitor = HealthMonitor({id(each): each for each in mine}.values())
     return monitor if store is None else SymptomReports(monitor, store, topology)
 
 
-def _notices(notice: object) -> list[object]:
-    """Return a notice and those that it is made of."""
-    parts = getattr(notice, "notices", ())
-    return [notice, *(inner for part in parts for inner in _notices(part))]
+def _parts(whole: object, name: str) -> list[object]:
+    """Return an object and all that it is made of: `name` is where it holds its parts."""
+    return [whole, *(inner for part in getattr(whole, name, ()) for inner in _parts(part, name))]

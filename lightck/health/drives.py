@@ -15,7 +15,7 @@ from typing import Any
 
 from lightck.errors import LightckError
 from lightck.health.drive_model import DAY_S, SMART, DriveModel
-from lightck.health.machine import Growth, MachineProbe
+from lightck.health.machine import MachineProbe
 from lightck.health.monitor import UnavailableError
 
 _SMARTCTL_S = 30.0  # a drive that is failing may take that long for a sector
@@ -28,9 +28,11 @@ class Drives(MachineProbe):
     """Drives, persistent memory and arrays under the region that fail or have begun to.
 
     A drive counts where its own verdict is bad, SMART 5 and 197 (reallocated and pending sectors)
-    are both above 0, NVMe warns of more than heat, or errors of requests grow; persistent memory
-    where it has bad blocks; an array where it is degraded. With a model, that one's hazard takes
-    the place of SMART 5 and 197. `smartctl` needs root on most machines.
+    are both above 0, or NVMe warns of more than heat; persistent memory where it has bad blocks; an
+    array where it is degraded. With a model, that one's hazard takes the place of SMART 5 and 197.
+    `smartctl` needs root on most machines. The kernel's `ioerr_cnt` is not read: it counts every
+    command with a result that is not 0, and `smartctl -H` itself is one (`scsi_complete` in
+    drivers/scsi/scsi_lib.c).
     Sources: smartctl(8); NVM Express Base Specification, SMART / Health Information log page.
     """
 
@@ -63,11 +65,10 @@ class Drives(MachineProbe):
         self._model = None if model is None else DriveModel.read(Path(model))
         found = shutil.which("smartctl") or shutil.which("smartctl", path="/usr/sbin:/sbin")
         self._smartctl = smartctl or found
-        self._errors = Growth()
         self._earlier: dict[str, deque[tuple[float, dict[int, float]]]] = {}
         self.lacks = ""
         judged = "SMART 5 and 197" if self._model is None else f"the model of {model}"
-        self.reads = f"smartctl -H -A ({judged}), ioerr_cnt, badblocks, md/degraded of {region}"
+        self.reads = f"smartctl -H -A ({judged}), badblocks, md/degraded of {region}"
 
     def read(self) -> Mapping[str, float]:
         """See `Probe`."""
@@ -90,14 +91,11 @@ class Drives(MachineProbe):
             yield from _whole_disks(link.resolve())
 
     def _problems(self, disk: Path) -> Iterator[str]:
-        degraded, bad = _number(disk / "md/degraded"), disk / "badblocks"
-        if degraded:
-            yield f"the array lacks {degraded} drives"
+        degraded, bad = disk / "md/degraded", disk / "badblocks"
+        if degraded.exists() and (lacks := int(degraded.read_text())):
+            yield f"the array lacks {lacks} drives"
         if disk.name.startswith("pmem") and bad.exists() and bad.read_text().strip():
             yield "bad blocks"
-        errors = _number(disk / "device/ioerr_cnt")
-        if errors is not None and self._errors.grown({disk.name: errors}, 0.0):
-            yield "errors of requests"
         if not disk.name.startswith(("pmem", "md", "dm-", "loop")):
             yield from self._smart(disk.name)
 
@@ -154,13 +152,6 @@ def _whole_disks(folder: Path) -> Iterator[Path]:
     yield disk
     for part in sorted((disk / "slaves").glob("*")):
         yield from _whole_disks(part.resolve())
-
-
-def _number(file: Path) -> int | None:
-    try:
-        return int(text := file.read_text().strip(), 16 if text.startswith("0x") else 10)
-    except FileNotFoundError:
-        return None
 
 
 def _smart_values(told: dict[str, Any]) -> dict[int, float]:

@@ -20,8 +20,8 @@ _MISSED = 2.5  # periods after which a symptom that no reading has confirmed is 
 _MOST = 32  # symptoms in one reading
 _LONGEST = 40  # characters of a symptom's name
 _ADVICE = (
-    "copy the newest snapshot to another medium (`lightck export`, or keep= on another path),"
-    " move the run there and have the device replaced"
+    "copy the newest snapshot to another device (`lightck export`), move the run there, and have"
+    " this one replaced"
 )
 
 

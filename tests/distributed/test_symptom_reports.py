@@ -7,12 +7,16 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
 
 from lightck.distributed import symptom_reports
 from lightck.distributed.store import default_store
 from lightck.distributed.symptom_reports import SymptomReports, watch_symptoms
 from lightck.distributed.topology import Topology
 from lightck.health import HealthMonitor
+from lightck.policy import Auto, EverySteps, Quality
 from support.distributed import ranks as jobs
 from support.distributed.memory import MemoryStore, Server
 
@@ -157,7 +161,7 @@ def test_the_nodes_first_rank_reads_what_is_the_same_for_all(tmp_path: Path) -> 
     def seen(rank: int, peers: tuple[int, ...]) -> Mapping[str, float]:
         node, own = OfNode("node"), Fixed("own")
         node.found, own.found = {"dram": 1}, {"gpu_error": 1}
-        monitor = watch_symptoms(tmp_path, Topology(rank, 4, peers), None, watch=(node, own))
+        monitor = watch_symptoms(Auto(watch=(node, own)), tmp_path, Topology(rank, 4, peers))
         expected = {"gpu_error": 1.0} if rank != peers[0] else {"gpu_error": 1.0, "dram": 1.0}
         try:
             until(monitor.active, expected)
@@ -181,10 +185,31 @@ def test_a_notice_that_sees_symptoms_is_watched_and_another_is_not(tmp_path: Pat
     one = Notice()
     one.found = {"rebalance": 1}
     for notice in (one, Either(lambda: False, Either(one))):
-        monitor = watch_symptoms(tmp_path, Topology(), None, watch=(), notice=notice)
+        monitor = watch_symptoms(Auto(watch=(Fixed(),)), tmp_path, Topology(), notice=notice)
         until(monitor.active, {"rebalance": 1.0})
         monitor.stop()
-    watch_symptoms(tmp_path, Topology(), None, watch=False, notice=lambda: False).stop()
+
+
+def test_the_probes_are_those_that_the_policies_name_or_all_of_the_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[list[str]] = []
+    monkeypatch.setattr(
+        symptom_reports, "HealthMonitor", lambda probes: made.append([p.name for p in probes])
+    )
+    one, two = Fixed("one"), Fixed("two")
+    every = [each.name for each in symptom_reports.probes(tmp_path)]
+    for policy, expected in (
+        (Auto(), every),
+        (Auto(watch=(one,)), ["one"]),
+        (Auto(watch=(one, two)) | EverySteps(5), ["one", "two"]),
+        (EverySteps(5) | (Auto(watch=(one,)) & Quality(watch=(one, two))), ["one", "two"]),
+        (Auto(watch=(one,)) | Quality(), ["one", *every]),
+        (Auto(watch=False) | Quality(watch=(two,)), ["two"]),
+        (SimpleNamespace(needs={"health"}), every),
+    ):
+        watch_symptoms(policy, tmp_path, Topology())
+        assert made.pop() == expected, policy
 
 
 def test_a_symptom_reaches_rank_0_over_the_jobs_real_store() -> None:
@@ -192,7 +217,7 @@ def test_a_symptom_reaches_rank_0_over_the_jobs_real_store() -> None:
         probe = Fixed()
         store = default_store().below("symptoms")
         topology = Topology(me.rank, me.world, (me.rank,))
-        reports = watch_symptoms(Path(), topology, store, watch=(probe,))
+        reports = watch_symptoms(Auto(watch=(probe,)), Path(), topology, store)
         try:
             if me.rank == 1:
                 probe.found = {"gpu_error": 1}
