@@ -83,8 +83,8 @@ def coci(
 
     F8: as in src/COCI_Iterator.py of wangzc-HPC/COCI, the code of FGCS 2025, doi
     10.1016/j.future.2024.107597; times are minutes there. It adds a time to a loss, and so its plan
-    changes with the unit of time; in no unit that was tried does it waste less than `young`, be it
-    in time or in loss. It is here to be compared with.
+    changes with the unit of time; in hours, minutes and seconds alike it wastes more than `young`,
+    whether lost work is priced by its time or by its loss. It is here to be compared with.
 
     Args:
         slope: of the loss's logarithm over time.
