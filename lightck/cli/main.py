@@ -30,6 +30,7 @@ _COMMANDS = {
     "pin": "keep a step of the history whatever the policy says",
     "top": "watch a running trainer",
     "timeline": "show where the time of a traced run went",
+    "health": "show what this machine tells of failures to come",
     "demo": "train, kill, restart and compare with an uninterrupted run",
     "chaos": "kill, stop, hang and corrupt a training on purpose, and see what it loses",
 }
