@@ -22,6 +22,7 @@ from lightck.distributed.history_choice import HistoryChoice
 from lightck.distributed.rendezvous import Rendezvous, meeting
 from lightck.distributed.rounds import AgreementRounds
 from lightck.distributed.sharding import ReplicatedTensors, SharePartitioner
+from lightck.distributed.symptom_reports import watch_symptoms
 from lightck.distributed.topology import Topology, agree_on_topology
 from lightck.errors import LightckError
 from lightck.events import Subscriber, event
@@ -40,7 +41,9 @@ from lightck.loop.checkpointer import Checkpointer
 from lightck.loop.due import DueCheck
 from lightck.loop.extra_movement import Movement
 from lightck.loop.hooks import Hooks, Listener, Watched, layers
+from lightck.loop.loss_observer import LossObserver
 from lightck.loop.outcomes import ErrorReporter, Outcomes
+from lightck.loop.policy_state import PolicyState, SavedPolicyState, learns
 from lightck.loop.publisher import StallTimer, StatusPublisher
 from lightck.loop.steps import Steps
 from lightck.loop.stream_checkpointer import StreamCheckpointer
@@ -48,9 +51,11 @@ from lightck.loop.trace_listener import TraceListener
 from lightck.pipeline.commit_barrier import CommitBarrier, SingleProcessBarrier
 from lightck.pipeline.schedule import schedule
 from lightck.pipeline.streamed import StreamPipeline
+from lightck.policy.combination import needs_of
 from lightck.reader.fill import install_pending, tell_unfilled
-from lightck.region import claim, failure_region
+from lightck.region import claim, failure_region, stats_page
 from lightck.region.claim import ClaimedLocation
+from lightck.region.native_region import RECORD_JIT
 from lightck.region.region import Region, new_timeline
 from lightck.restore import progress
 from lightck.state.arguments import check, refuse_unknown, unwrapped
@@ -156,6 +161,9 @@ class _Parts:
         self.undo: list[Callable[[], object]] = []
         self.reporter = ErrorReporter(config.on_error)
         self.progress = progress(model)
+        self.learned = SavedPolicyState(self.progress.learned) if learns(config.policy) else None
+        own = (self.learned.extra,) if self.learned is not None else ()
+        self.saved_extras = (*extras, *own)
         self.watched = Watched(model)
         self.watched.refresh()
 
@@ -173,7 +181,7 @@ class _Parts:
         self.progress.bring_arrangements(self.ranks, self.model)
         steps = self._steps(optimizers, ends_step)
         # Nothing is claimed before the state is known to be one that can be taken.
-        seen = Inventory(self.model, optimizers, self.extras)
+        seen = Inventory(self.model, optimizers, self.saved_extras)
         tell_synchronous(seen.collect().lives)
         topology, replicas, inventory, region = self._claim(optimizers)
         self._tell_left_out(region)
@@ -221,7 +229,7 @@ class _Parts:
         inventory = Inventory(
             self.model,
             optimizers,
-            self.extras,
+            self.saved_extras,
             division=SharePartitioner(topology, replicas) if topology.world > 1 else None,
             buckets=arrangements if arrangements.exist else None,
         )
@@ -306,7 +314,8 @@ class _Parts:
         rescue = None
         if config.failure != "off":
             rescue = self._rescue(checkpointer, topology, timeline)
-        return Components(config, region, checkpointer, hooks, known, rescue, undo)
+        self._watch_symptoms(checkpointer.due_check.state, region, topology, timeline)
+        return Components(config, region, checkpointer, hooks, known, rescue, self.learned, undo)
 
     def _barrier(self, region: Region, step: int, samples: ReplicaSamples) -> CommitBarrier:
         if self.ranks.world == 1:
@@ -336,7 +345,8 @@ class _Parts:
         history = self._history(topology, pipeline.region)
         outcomes = Outcomes(pipeline, inventory, steps, self.reporter, history)
         early = known.early and known.step == steps.step and not known.attached
-        due_check = DueCheck(self.config.policy, pipeline.barrier, early)
+        state = self._policy_state(topology, pipeline.region)
+        due_check = DueCheck(self.config.policy, pipeline.barrier, early, state, topology.world)
         stall_timer, movement = StallTimer(pipeline.trace), Movement(self.extras)
         predictor = step_journal = device_lag = None
         if self.config.failure != "off":
@@ -355,7 +365,14 @@ class _Parts:
             outcomes=outcomes,
             hooks=hooks,
             publisher=StatusPublisher(
-                pipeline, outcomes, steps, stall_timer, due_check, movement, step_journal
+                pipeline,
+                outcomes,
+                steps,
+                stall_timer,
+                due_check,
+                movement,
+                step_journal,
+                None if state is None else state.began_ns,
             ),
             stall_timer=stall_timer,
             movement=movement,
@@ -364,6 +381,44 @@ class _Parts:
             device_lag=device_lag,
             predictor=predictor,
         )
+
+    def _policy_state(self, topology: Topology, region: Region) -> PolicyState | None:
+        """Return what the policy learns from, with the life before this one."""
+        if self.learned is None:
+            return None
+        config, losses = self.config, None
+        if "loss" in needs_of(config.policy):
+            losses = LossObserver()
+            self.undo.append(losses.stop)
+        jit, known = config.failure != "off", self.progress
+        state = PolicyState(
+            config.policy, self.learned, world=topology.world, jit=jit, losses=losses
+        )
+        if known.restored is not None or self.learned.text is not None:
+            record, step = region.continued, known.restored[1] if known.restored else known.step
+            # A step that its own region has not was saved by another rank, at the failure.
+            own = record is not None and record.step == step
+            just_in_time = not own or bool(record is not None and record.flags & RECORD_JIT)
+            page = stats_page.read(region.native)
+            state.follows(page, step, just_in_time=just_in_time)
+        return state
+
+    def _watch_symptoms(
+        self, state: PolicyState | None, region: Region, topology: Topology, timeline: int | None
+    ) -> None:
+        """Begin to watch for symptoms of failures, if the policy goes by them."""
+        if state is None or "health" not in needs_of(self.config.policy):
+            return
+        store = None
+        if timeline is not None:
+            store = self.ranks.store.below(f"t{timeline:x}/symptoms")
+        failure = self.config.failure
+        notice = failure.notice if isinstance(failure, Failure) else None
+        symptoms = watch_symptoms(
+            self.config.policy, region.place.file, topology, store, notice=notice
+        )
+        self.undo.append(symptoms.stop)
+        state.watch(symptoms)
 
     def _kept_step(self, region: Region, steps: Steps) -> int:
         """Return the step that was restored from this run's history, if the model is at it."""

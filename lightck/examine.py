@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from lightck.config import Config
-from lightck.data import lookahead
 from lightck.distributed.restore.selection import decide
 from lightck.distributed.restore.survey import RegionSurvey
 from lightck.errors import (
@@ -30,6 +29,8 @@ from lightck.region.layout import Entry, Shard
 from lightck.region.medium import GRANULARITIES
 from lightck.region.native_pool import usual_threads
 from lightck.region.region import Candidate, Region, open_and_recover, payload_reads
+from lightck.state import boundary_codec
+from lightck.state.extras import POLICY, is_own
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -112,6 +113,8 @@ class Contents:
     extras: tuple[str, ...]
     optimizers: tuple[str, ...]
     """The classes of the optimizers."""
+    learned: str | None = None
+    """What policies have learned until then, as `lightck.loop.policy_state` reads it."""
 
 
 def contents(
@@ -157,8 +160,9 @@ def _contents(snapshot: AssembledSnapshot, state: str, ranks: bool = False) -> C
     return Contents(
         pa.Table.from_pylist([described], schema=snapshot_columns()).to_pylist()[0],
         table.drop_columns(unused),
-        tuple(sorted({*first["extras"], *second["extras"]} - {lookahead.NAME})),
+        tuple(sorted(n for n in {*first["extras"], *second["extras"]} if not is_own(n))),
         tuple(tree["class"] for tree in second["optimizers"]),
+        boundary_codec.rebuild(first["extras"].get(POLICY, {})).get("json"),
     )
 
 

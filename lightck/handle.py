@@ -26,6 +26,7 @@ from lightck.failure.watchdog import WATCHDOG, HandleGuard
 from lightck.history.history import checked_metrics
 from lightck.loop.checkpointer import Checkpointer
 from lightck.loop.hooks import Hooks
+from lightck.loop.policy_state import SavedPolicyState
 from lightck.loop.requests import POLL_S, Requests
 from lightck.region import failure_region
 from lightck.region.region import Region
@@ -50,6 +51,8 @@ class Components:
     progress: ModelProgress
     rescue: JitSaver | None
     """The saver of the last complete step, while the failure path is armed."""
+    learned: SavedPolicyState | None
+    """What policies learn, which an attach to the same model goes on from; None: nothing."""
     undo: list[Callable[[], object]]
     """The functions that release the parts; the last one is called first."""
 
@@ -74,7 +77,7 @@ class Handle:
         self._checkpointer, self._requests = engine.checkpointer, Requests(engine.checkpointer)
         self._reporter = engine.checkpointer.outcomes.reporter
         self._hooks, self._progress = engine.hooks, engine.progress
-        self._rescue = engine.rescue
+        self._rescue, self._learned = engine.rescue, engine.learned
         self._guard: HandleGuard | None = None
         """The watchdog's guard of this handle."""
         self._closed = False
@@ -323,6 +326,7 @@ class Handle:
         if error is None or (triggers.is_success(error) and not signalled):
             self.close()
             return
+        self._checkpointer.publisher.failed(error or SystemExit())
         self._failed(error)
         try:
             if not self._inherited:
@@ -412,7 +416,8 @@ class Handle:
         event("closed", path=path, step=self.step, **said)
         triggers.unregister(self._failed)
         self._checkpointer.stop()
-        self._progress.left_at(self.step, self._checkpointer.steps)
+        learned = self._learned.text if self._learned is not None else None
+        self._progress.left_at(self.step, self._checkpointer.steps, learned)
         atexit.unregister(self._at_exit)
         _handles.discard(self)
 

@@ -16,7 +16,6 @@ import numpy as np
 import torch
 
 from lightck.config import Config
-from lightck.data import lookahead
 from lightck.distributed.rendezvous import Rendezvous
 from lightck.distributed.restore.protocol import RestoreAttempt, restore_attempts
 from lightck.distributed.restore.selection import Key
@@ -30,6 +29,7 @@ from lightck.region.backends import select
 from lightck.region.layout import Entry
 from lightck.region.region import Candidate, Region
 from lightck.state import boundary_codec, key_order
+from lightck.state.extras import is_own
 from lightck.state.inventory import labelled_key
 from lightck.state.module_extra_state import PREFIX
 
@@ -407,8 +407,11 @@ def as_state_dict(
     first, second = snapshot.trees()
     names = [entry.name for entry in snapshot.entries]
     every = {**second["extras"], **first["extras"]}
-    every.pop(lookahead.NAME, None)
-    extras = {name: boundary_codec.rebuild(tree, tensors) for name, tree in every.items()}
+    extras = {
+        name: boundary_codec.rebuild(tree, tensors)
+        for name, tree in every.items()
+        if not is_own(name)
+    }
     of_modules = {name: value for name, value in extras.items() if name.startswith(PREFIX)}
     return {
         "step": snapshot.record.step,

@@ -34,7 +34,7 @@ from lightck.region.native_region import Record
 from lightck.region.region import Continuation
 from lightck.state import boundary_codec, rng
 from lightck.state.arguments import check, refuse_unknown
-from lightck.state.extras import parse
+from lightck.state.extras import POLICY, is_own, parse
 from lightck.state.inventory import Inventory
 from lightck.state.module_extra_state import extra_states
 from lightck.state.modules import innermost
@@ -63,6 +63,8 @@ class ModelProgress:
     """The restored snapshot was finished before forward start; the same on every rank."""
     extras: frozenset[str] = frozenset()
     """Names of the extras in the snapshots that the model continues."""
+    learned: str | None = None
+    """What policies have learned until then."""
     pending: list[SavedOptimizer] = field(default_factory=list)
     """Restored state of optimizers that have not been found yet."""
     arrangements: dict[str, ddp_buckets.Arrangement] | None = None
@@ -83,9 +85,12 @@ class ModelProgress:
             ddp_buckets.bring(ranks, model, self.arrangements)
             self.arrangements = None
 
-    def left_at(self, step: int, steps: Steps) -> None:
-        """Note that a handle, which counted with `steps`, has left the model at `step`."""
-        self.step, self.early = step, False
+    def left_at(self, step: int, steps: Steps, learned: str | None) -> None:
+        """Note that a handle, which counted with `steps`, has left the model at `step`.
+
+        `learned`: what policies have learned until then.
+        """
+        self.step, self.early, self.learned = step, False, learned or self.learned
         self.attached.remove(steps)
 
 
@@ -235,7 +240,9 @@ def _note_progress(state: ModelProgress, attempt: RestoreAttempt, filler: StateF
     state.step, state.pending = key.step, filler.pending
     state.restored = (key.timeline, key.step)
     state.early = snapshot.early
-    state.extras = frozenset((*first, *second)) - {lookahead.NAME}
+    state.extras = frozenset(name for name in (*first, *second) if not is_own(name))
+    learned = boundary_codec.rebuild(first.get(POLICY, {}))
+    state.learned = learned.get("json") if isinstance(learned, dict) else None
 
 
 def _foreign_reason(attempt: RestoreAttempt, snapshot: Snapshot) -> str:

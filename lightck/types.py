@@ -329,6 +329,10 @@ class Stats:
         device_copy_bytes: devices' memory held for copies of the state now.
         moved_in_draws: how often an extra that is taken at the start of the forward changed while a
             batch was drawn: then it is ahead of the data by one batch (see `at_step`).
+        overhead: share of the last five minutes that snapshots have cost, by stalls and by what
+            their copies slowed down, as measured.
+        policy: a sentence on how often snapshots are taken now, and why.
+        risk: what threatens the region's medium (a failing drive); empty: nothing that is known.
         not_kept: with the failure path armed, the last error that kept a step's boundary state, or
             its entry in the journal, from being kept; empty: there was none.
     """
@@ -360,4 +364,7 @@ class Stats:
     ring_bytes: int = 0
     device_copy_bytes: int = 0
     moved_in_draws: int = 0
+    overhead: float = 0.0
+    policy: str = ""
+    risk: str = ""
     not_kept: str = ""

@@ -27,7 +27,7 @@ from lightck.journal.boundary_state import BoundaryState
 from lightck.journal.device_lag import DeviceLag
 from lightck.journal.pre_fence import PreFencePredictor
 from lightck.journal.step_journal import BoundaryCapture, StepJournal
-from lightck.loop.due import DueCheck
+from lightck.loop.due import DueCheck, Measured
 from lightck.loop.extra_movement import Movement
 from lightck.loop.hooks import Hooks, Watched
 from lightck.loop.outcomes import Outcomes
@@ -432,16 +432,25 @@ class Checkpointer:
             self.poll()
             if not self._room_made:
                 self._make_room()
-            counters = self.pipeline.counters
-            cost = self.stall_timer.cost(self.steps.step, counters.captured)
-            if self.due_check.ask(
-                self.steps.step, cost, counters.persist_s, bool(self.outcomes.wanted)
-            ):
+            if self.is_due(self.steps.step):
                 self.due = True
                 if self.forward_unseen:
                     self.boundary_state.capture_before_forward(generators=False)
             with self.outcomes.reported():
                 self.publisher.step_ended()
+
+    def is_due(self, step: int) -> bool:
+        """Ask whether a step gets a snapshot: one that ends now, or that an update begins."""
+        counters = self.pipeline.counters
+        measured = Measured(
+            stalled_s=self.stall_timer.total(),
+            stall_s=self.stall_timer.cost(step, counters.captured),
+            persist_s=counters.persist_s,
+            captured=counters.captured,
+            saved_step=counters.last_committed_step,
+            in_flight=self.pipeline.window is not None or bool(self.pipeline.in_flight),
+        )
+        return self.due_check.ask(step, measured, bool(self.outcomes.wanted))
 
     def _make_room(self) -> None:
         """Plan room for snapshots at the end of the first step: all optimizer state exists then.

@@ -1,12 +1,42 @@
-"""Ask the policy, with what was measured, whether the step that has just ended is due."""
+"""Ask the policy, with what was measured and learned, whether the step that has ended is due."""
 
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
+from lightck.events import event
+from lightck.loop.policy_state import PolicyState
+from lightck.loop.step_times import StepTimes
 from lightck.pipeline.commit_barrier import CommitBarrier
+from lightck.policy import AnyOf, OnBest
+from lightck.policy.combination import interval_of, why_of
 from lightck.types import Moment, Policy
+
+_TOLD_S = 1.0
+_TOLD_FACTOR = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What the engine has measured when a step ends.
+
+    Attributes:
+        stalled_s: seconds that the training thread has spent in lightck so far.
+        stall_s: those of one snapshot, lately; None before the first.
+        persist_s: seconds from opening to commit of the last snapshot; None before the first.
+        captured: snapshots that were captured so far.
+        saved_step: the newest step that is committed on all ranks.
+        in_flight: whether a snapshot is on its way.
+    """
+
+    stalled_s: float
+    stall_s: float | None
+    persist_s: float | None
+    captured: int
+    saved_step: int | None
+    in_flight: bool
 
 
 @dataclass(eq=False)
@@ -20,27 +50,52 @@ class DueCheck:
 
     What the loop has made up for since is in no snapshot then.
     """
+    state: PolicyState | None = None
+    """What policies learn from; None if this one learns nothing."""
+    world: int = 1
+    """Number of ranks."""
     epoch: int = 0
     """Number of epochs that the loop has marked."""
     overdue: bool = False
     """True if a due snapshot was skipped: the next step is due instead."""
-    step_s: float | None = None
+    times: StepTimes = field(default_factory=StepTimes)
     replaced: bool = False
     """True if the state has been replaced since attach."""
     _last: Moment | None = None
+    _asked: Moment | None = None
+    """The moment that was asked about last."""
     _answer: tuple[int, bool] | None = None
     """The last step that was asked for, and the answer."""
-    _ended_s: float | None = None
+    _captured: int = 0
+    _tell_at_s: float = 0.0
+    _told_s: float | None = None
+    """The interval that was told last."""
+
+    @property
+    def step_s(self) -> float | None:
+        """Return the median seconds of the last steps; None until known."""
+        return self.times.step_s
 
     @property
     def began(self) -> bool:
         """Tell whether a step has ended since attach, or the state was replaced."""
-        return self.replaced or self._ended_s is not None
+        return self.replaced or self._asked is not None
 
     @property
     def moved(self) -> bool:
         """Tell whether the last complete step may differ from all snapshots since before attach."""
         return self.began or self.early
+
+    @property
+    def why(self) -> str:
+        """Return a sentence on how often snapshots are taken now, and why. Any thread."""
+        asked = self._asked
+        return str(self.policy) if asked is None else why_of(self.policy, asked)
+
+    @property
+    def risk(self) -> str:
+        """Return what threatens the region's medium; empty: nothing that is known. Any thread."""
+        return self.state.risk if self.state is not None else ""
 
     def end_epoch(self) -> None:
         """Count one more epoch, for policies that do."""
@@ -57,7 +112,7 @@ class DueCheck:
         if self._last is not None and self._last.step >= step:
             self._last = None
 
-    def ask(self, step: int, cost_s: float | None, persist_s: float | None, wanted: bool) -> bool:
+    def ask(self, step: int, measured: Measured, wanted: bool) -> bool:
         """Tell whether `step`, which ends now, is due, and remember it if it is.
 
         A step may be asked for twice: early, where its update is about to make the snapshot, and at
@@ -65,19 +120,31 @@ class DueCheck:
 
         Args:
             step: the last complete step.
-            cost_s: training-thread seconds per snapshot so far.
-            persist_s: seconds from opening to commit of the last snapshot.
+            measured: what was measured so far.
             wanted: somebody has asked for a snapshot at the next boundary.
         """
         if self._answer is not None and self._answer[0] == step:
             due = self._answer[1] or self.overdue or (wanted and self.barrier.request(step))
             self.overdue = False
             return due
-        now = time.monotonic()
-        if self._ended_s is not None:
-            self.step_s = now - self._ended_s
-        self._ended_s = now
-        last = self._last
+        moment = self._asked = self._moment(step, measured)
+        due = self.barrier.due(moment, self.policy) or self.overdue
+        due = due or (wanted and self.barrier.request(step))
+        if self.state is not None:
+            self.state.metrics_asked()
+        if due:
+            self._last = moment
+            self.overdue = False
+        self._answer = step, due
+        self._tell(moment)
+        return due
+
+    def _moment(self, step: int, measured: Measured) -> Moment:
+        now, times, state, last = time.monotonic(), self.times, self.state, self._last
+        step_s = times.step_ended(now, measured.stalled_s, measured.captured, measured.in_flight)
+        cost_s, persist_s = times.cost_s(measured.stall_s), measured.persist_s
+        times.spent(now, cost_s, measured.captured - self._captured)
+        self._captured = measured.captured
         moment = Moment(
             step=step,
             time_s=now,
@@ -87,12 +154,60 @@ class DueCheck:
             last_epoch=last.epoch if last else None,
             cost_s=cost_s,
             persist_s=persist_s,
-            step_s=self.step_s,
+            step_s=times.step_s,
+            quiet_s=times.quiet_s,
+            quiet_age=times.quiet_age,
+            saved_step=measured.saved_step,
+            in_flight=measured.in_flight,
+            world=self.world,
         )
-        due = self.barrier.due(moment, self.policy) or self.overdue
-        due = due or (wanted and self.barrier.request(step))
-        if due:
-            self._last = moment
-            self.overdue = False
-        self._answer = step, due
-        return due
+        if state is None:
+            return moment
+        state.cost_known(cost_s, persist_s)
+        state.step_ended(step, step_s, times.step_s)
+        return replace(
+            moment,
+            cost_s=state.known_cost_s,
+            persist_s=state.known_persist_s,
+            hazard=state.hazard,
+            progress=state.progress,
+            finite=state.finite,
+            metrics=dict(state.metrics),
+            extremes=dict(state.extremes),
+        )
+
+    def reported(self, metrics: Mapping[str, float]) -> bool:
+        """Take note of metrics of the last complete step; tell whether they make it due.
+
+        Every rank gets the same answer, if all report the same: it is asked of a policy that is
+        due on a best value whatever else there is. Others are asked at the end of the next step.
+        """
+        if self.state is None:
+            return False
+        self.state.report(metrics)
+        asked = self._asked
+        if asked is None:
+            return False
+        now = replace(asked, metrics=dict(self.state.metrics), extremes=dict(self.state.extremes))
+        parts = self.policy.policies if isinstance(self.policy, AnyOf) else (self.policy,)
+        return any(isinstance(part, OnBest) and part.due(now) for part in parts)
+
+    def made_due(self) -> None:
+        """Note that the last step that was asked for is due after all, for a metric's sake."""
+        self._last, asked = self._asked, self._asked
+        if asked is not None:
+            self._answer = asked.step, True
+        if self.state is not None:
+            self.state.metrics_asked()
+
+    def _tell(self, moment: Moment) -> None:
+        """Log the interval once it has changed by more than a factor, once a second at most."""
+        if moment.time_s < self._tell_at_s:
+            return
+        self._tell_at_s = moment.time_s + _TOLD_S
+        every_s, told_s = interval_of(self.policy, moment), self._told_s
+        if every_s is None or every_s <= 0 or self.state is None:
+            return
+        if told_s is None or not told_s / _TOLD_FACTOR <= every_s <= told_s * _TOLD_FACTOR:
+            self._told_s = every_s
+            event("policy", step=moment.step, every_s=round(every_s, 3), why=self.why)

@@ -20,7 +20,7 @@ from lightck.loop.extra_movement import Movement
 from lightck.loop.outcomes import Outcomes
 from lightck.loop.steps import Steps
 from lightck.pipeline.pipeline import Counters, Pipeline
-from lightck.region.stats_page import NO_STEP, Page
+from lightck.region.stats_page import CLOSED, FAILED, GONE, LEFT, NO_STEP, Page
 from lightck.tracing.trace import Trace
 from lightck.types import Stats
 
@@ -112,10 +112,15 @@ class StatusPublisher:
     due_check: DueCheck
     movement: Movement
     step_journal: StepJournal | None
+    began_ns: int | None = None
+    """When this life began, as the policies' state has it; None: now."""
+    _ended: int = CLOSED
 
     def __post_init__(self) -> None:
         """Open the statistics page."""
-        self._page = Page(self.pipeline.pool, self.pipeline.region.native, self.steps.step)
+        self._page = Page(
+            self.pipeline.pool, self.pipeline.region.native, self.steps.step, self.began_ns
+        )
         self._summary = Summary(self.pipeline.counters, self.steps, self.stall_timer)
 
     def collect(self) -> Stats:
@@ -155,6 +160,9 @@ class StatusPublisher:
             ring_bytes=offload.engine.ring_bytes,
             device_copy_bytes=offload.placement.copy_bytes,
             moved_in_draws=self.movement.count,
+            overhead=self.due_check.times.overhead,
+            policy=self.due_check.why,
+            risk=self.due_check.risk,
             not_kept=str((kept and kept.last_error) or ""),
         )
 
@@ -163,7 +171,11 @@ class StatusPublisher:
         self.publish()
         self._summary.step_ended()
 
-    def publish(self, *, ended: bool = False) -> None:
+    def failed(self, error: BaseException) -> None:
+        """Note that training ends by an error, or by the user's interrupt."""
+        self._ended = LEFT if isinstance(error, KeyboardInterrupt) else FAILED
+
+    def publish(self, *, ended: int = GONE) -> None:
         """Publish the statistics for `lightck top`; takes a few microseconds."""
         reporter, record = self.outcomes.reporter, self.pipeline.region.continued
         counters = self.pipeline.counters
@@ -189,7 +201,7 @@ class StatusPublisher:
 
     def ended(self) -> None:
         """Publish the last statistics and log the last summary, while the pool is still there."""
-        self.publish(ended=True)
+        self.publish(ended=self._ended)
         self._summary.tell()
 
 

@@ -60,21 +60,26 @@ class Requests:
             self.checkpointer.open(seen=False, synchronous=True)
 
     def report(self, metrics: Mapping[str, float]) -> None:
-        """Give the history metrics of the last complete step; take a snapshot if it has none."""
+        """Give policy and history metrics of the last complete step; take a snapshot if wanted."""
         step, history = self.steps.step, self.outcomes.history
-        if history is None or not history.report(step, metrics):
+        best = self.due_check.reported(metrics)
+        keeps = history is not None and history.report(step, metrics)
+        if not (best or keeps):
             return
         with self.checkpointer.stall_timer.of("request"), self.pipeline.lock:
             self.outcomes.poll()
             window = self.pipeline.window
             on_its_way = [*self.pipeline.in_flight, *([window] if window is not None else [])]
-            if any(snapshot.step == step for snapshot in on_its_way):
-                return
-            if self.pipeline.counters.last_committed_step == step:
+            has_one = any(snapshot.step == step for snapshot in on_its_way)
+            if has_one or self.pipeline.counters.last_committed_step == step:
+                self.due_check.made_due()
                 return
             if self.checkpointer.make_due():
+                self.due_check.made_due()
                 self._await_slot()
                 return
+        if history is None or not keeps:
+            return  # the policy is asked again as the next step ends
         why = (
             "it has no snapshot, and its state cannot be taken any more: call report before the"
             " next forward begins"

@@ -95,10 +95,7 @@ class StreamCheckpointer(Checkpointer):
 
     def _is_due(self, step: int) -> bool:
         """Ask whether `step`, whose update has yet to begin, gets a snapshot that it may write."""
-        counters = self.pipeline.counters
-        cost = self.stall_timer.cost(step, counters.captured)
-        due = self.due_check.ask(step, cost, counters.persist_s, bool(self.outcomes.wanted))
-        return due and not self.outcomes.synchronous
+        return self.is_due(step) and not self.outcomes.synchronous
 
     def forward(self, training: bool) -> None:
         """Take forward start, up to which the watch tells what was written behind the update."""

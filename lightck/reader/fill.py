@@ -13,7 +13,6 @@ import numpy.typing as npt
 import torch
 from torch.optim import Optimizer
 
-from lightck.data import lookahead
 from lightck.device.lookup import holder
 from lightck.errors import RestoreMismatchError
 from lightck.reader.assembly import AssembledSnapshot, Snapshot
@@ -21,7 +20,7 @@ from lightck.reader.device_fill import copy_to_devices
 from lightck.region.layout import Entry
 from lightck.state import boundary_codec, key_order, rng, tensor_support
 from lightck.state.boundary_codec import TAG, join, rebuild
-from lightck.state.extras import Extra
+from lightck.state.extras import Extra, is_own
 from lightck.state.inventory import (
     Inventory,
     StateTensor,
@@ -533,8 +532,8 @@ class StateFiller:
     def unused_extras(self) -> tuple[str, ...]:
         """Return the names of extras in the snapshot that no live extra has."""
         given = {extra.name for extra in self.live.extras}
-        saved = {*self.step_end["extras"], *self.forward_start["extras"]} - given - {lookahead.NAME}
-        return tuple(sorted(saved))
+        saved = {*self.step_end["extras"], *self.forward_start["extras"]} - given
+        return tuple(sorted(name for name in saved if not is_own(name)))
 
 
 def empty_tensor(entry: Entry) -> torch.Tensor:

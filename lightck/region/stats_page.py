@@ -88,6 +88,9 @@ def _fields(number: int) -> list[bytes]:
 # ---- the page ------------------------------------------------------------------------------------
 
 NO_STEP = 2**64 - 1
+GONE, CLOSED, FAILED, LEFT = range(4)
+"""How a trainer has ended: not at all yet, or without a word; by closing its handle; by an error;
+by the user's interrupt."""
 _CAUSE_BYTES, _ERROR_BYTES, _CAUSES = 15, 559, 8
 _NUMBERS = (
     *("ended", "began_ns", "updated_ns", "began_step", "step", "step_ns", "payload_bytes"),
@@ -100,15 +103,17 @@ _NUMBERS = (
 class Page:
     """The publisher of one trainer's statistics. Used by the training thread."""
 
-    def __init__(self, pool: NativePool, region: NativeRegion, step: int) -> None:
-        """Prepare the page of a region, for a training that begins after `step`."""
+    def __init__(
+        self, pool: NativePool, region: NativeRegion, step: int, began_ns: int | None = None
+    ) -> None:
+        """Prepare the page of a region, for a training that begins after `step`, now or then."""
         self._pool, self._region = pool, region
         self._fields = ffi.new("lck_statistics *")
         """The page's fields, which keep their values from one `publish` to the next."""
         process = Process.this()
         self._fields.process, self._fields.process_start = process.number, process.start
         self._fields.boot_id = process.boot
-        self._fields.began_ns, self._fields.began_step = time.time_ns(), step
+        self._fields.began_ns, self._fields.began_step = began_ns or time.time_ns(), step
         self._causes: tuple[str, ...] = ()
         self._error: BaseException | None = None
 

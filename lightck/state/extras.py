@@ -26,6 +26,15 @@ _AT_FORWARD = (torch.nn.Module, Optimizer, LRScheduler, torch.amp.GradScaler)
 _CONTAINERS = (Mapping, Sequence, Set)
 """Types that can be iterated, but not as a loop iterates over its data."""
 
+POLICY = "@policy"
+"""The name under which a snapshot has what policies learn from."""
+
+
+def is_own(name: str) -> bool:
+    """Tell whether a name among a snapshot's extras is lightck's own, which no user gave."""
+    return name.startswith("@")
+
+
 AT_STEP = (
     "lightck.at_step(it) takes it at the end of the step: what moves when a batch is drawn (a"
     " position in the data, a counter of batches)"
@@ -140,7 +149,7 @@ def parse(extras: Mapping[str, Any] | None) -> tuple[Extra, ...]:
 def _parse(name: Any, given: Any) -> Extra:
     if not isinstance(name, str):
         raise StateError(f"extras: the name {name!r} is not a string")
-    if name.startswith("@"):
+    if is_own(name):
         raise StateError(f"extras: {name!r} begins with '@', as names of lightck's own do")
     subject, instant = (given.subject, given.instant) if isinstance(given, At) else (given, None)
     if isinstance(subject, _GENERATORS):

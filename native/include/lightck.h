@@ -421,7 +421,7 @@ typedef struct lck_stall {
 typedef struct lck_statistics {
   uint8_t boot_id[16];     /* of the kernel on which process and start mean something */
   uint64_t process_start;  /* ticks since boot: with the id it names one process */
-  uint32_t process, ended; /* ended 1: the trainer has closed its handle */
+  uint32_t process, ended; /* ended: 1 handle closed, 2 by an error, 3 by the user; else 0 */
   uint64_t began_ns, updated_ns, began_step, step;
   uint64_t captured_step, committed_step, step_ns; /* LCK_NO_STEP: none yet; of the last step */
   uint64_t captured, committed, slipped, torn, failed;

@@ -1,0 +1,281 @@
+"""What policies learn from while a run goes on: its failures, symptoms, losses and metrics.
+
+It travels in every snapshot, as the extra `@policy`, so that a run that is started again goes on
+with it. What ended the life before stands on the region's statistics page, which that life wrote
+last.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import time
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from lightck.events import event
+from lightck.loop.loss_observer import LossObserver
+from lightck.policy import Auto, Quality
+from lightck.policy.best import OnBest
+from lightck.policy.combination import needs_of, single_policies
+from lightck.policy.failure_record import FailureRecord
+from lightck.policy.loss_curve import LossCurve
+from lightck.region import stats_page
+from lightck.state.extras import POLICY, Extra
+from lightck.types import Hazard, Policy
+
+_VERSION = 1
+_RENEWED_S = 1.0
+_LONGEST_BYTES = 4096
+_ROUND_BYTES = 512  # the text is that long, or a multiple, so that it seldom needs more room
+_LEAST_STEPS = 2  # a life that ended before was no failure of machines: a mistake in the script
+_LONGEST_NAME = 64
+_MOST_METRICS = 16
+_LONGEST_STEPS = 10  # medians of a step: what one step counts at most, should a clock jump
+
+
+def learns(policy: Policy) -> bool:
+    """Tell whether a policy decides by what is learned, so that snapshots have it."""
+    return bool(needs_of(policy)) or any(isinstance(p, OnBest) for p in single_policies(policy))
+
+
+class Symptoms(Protocol):
+    """The symptoms of failures to come, of all ranks as far as this one knows."""
+
+    @property
+    def risk(self) -> str:
+        """What threatens the region's medium; empty: nothing."""
+        ...
+
+    def active(self) -> Mapping[str, float]:
+        """Return the symptoms that count now, by name, with how often."""
+        ...
+
+
+class SavedPolicyState:
+    """The policies' state as it is in the next snapshot: text, the same object until it changes."""
+
+    def __init__(self, text: str | None) -> None:
+        """Begin with what a snapshot had, or an earlier handle left; None: with nothing."""
+        self.state: dict[str, Any] = {} if text is None else {"json": text}
+
+    @property
+    def text(self) -> str | None:
+        """Return the text; None: nothing is known yet."""
+        return self.state.get("json")
+
+    @property
+    def extra(self) -> Extra:
+        """Return the extra that it is in a snapshot."""
+        return Extra(POLICY, self.state, "step")
+
+    def renew(self, values: Mapping[str, Any]) -> None:
+        """Replace it; what is too long, which a sane state never is, is left out."""
+        text = json.dumps(values, separators=(",", ":"))
+        if len(text) <= _LONGEST_BYTES:
+            self.state["json"] = text.ljust(-(-len(text) // _ROUND_BYTES) * _ROUND_BYTES)
+
+
+def parsed(text: object) -> dict[str, Any] | None:
+    """Return the values of a saved state; None if it is damaged, or a newer version's."""
+    try:
+        values = json.loads(text) if isinstance(text, str) else None
+    except ValueError:
+        return None
+    known = isinstance(values, dict) and values.get("version") == _VERSION
+    return values if known else None
+
+
+class PolicyState:
+    """What policies learn from, as of the last step. Used by the training thread."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        saved: SavedPolicyState,
+        *,
+        world: int,
+        jit: bool,
+        losses: LossObserver | None,
+    ) -> None:
+        """Go on from what was saved.
+
+        Args:
+            policy: the policy that decides.
+            saved: what the snapshots have; renewed once a second.
+            world: number of ranks.
+            jit: whether failures are saved just in time.
+            losses: what sees the loss; None: no policy needs it.
+        """
+        self._saved, self._world, self._jit, self._losses = saved, world, jit, losses
+        parts = [*single_policies(policy)]
+        self._needs = needs_of(policy)
+        believed = [p.mtbf_s for p in parts if isinstance(p, Auto) and p.mtbf_s is not None]
+        self._mtbf_s = min(believed, default=None)
+        self.began_ns = time.time_ns()
+        """When this life began: it names the life on the statistics page and in snapshots."""
+        values = self._read(saved.text)
+        self._record = FailureRecord.from_plain(values.get("failures"))
+        follows = any(isinstance(p, Quality) for p in parts)
+        self._curve = LossCurve.from_plain(values.get("curve")) if follows else None
+        self.metrics: dict[str, float] = {}
+        self.extremes = _extremes(values.get("extremes"))
+        self.finite, self._told_not_finite = True, False
+        self.hazard: Hazard | None = None
+        self.progress: float | None = None
+        self.known_cost_s = _seconds(values.get("cost_s"))
+        self.known_persist_s = _seconds(values.get("persist_s"))
+        self._active_s = _seconds(values.get("active_s")) or 0.0
+        """Seconds of training since the run began, over all lives."""
+        self._life, self._ran_s = values.get("life"), _seconds(values.get("ran_s")) or 0.0
+        """The life that saved this, and how much of it is in the record."""
+        self._began_s = self._active_s
+        self._recorded_s = self._active_s
+        self._renew_at_s = -math.inf
+        self._symptoms: Symptoms | None = None
+
+    def _read(self, text: str | None) -> dict[str, Any]:
+        values = parsed(text)
+        if text is not None and values is None:
+            event(
+                "policy_state_lost",
+                logging.WARNING,
+                why="what earlier lives have shown of failures is damaged, or a newer version's",
+                remedy="none is needed: it is learned anew",
+            )
+        return values or {}
+
+    # ---- what attach tells -----------------------------------------------------------------------
+
+    def follows(self, page: stats_page.Reading, restored_step: int, *, just_in_time: bool) -> None:
+        """Count the life before this one, and the failure that ended it, if one did.
+
+        Args:
+            page: the region's statistics page, as that life left it.
+            restored_step: the step that this life goes on from.
+            just_in_time: whether that was saved at the failure.
+        """
+        said = page.numbers
+        if page.process is None:
+            if self._saved.text is not None:  # the region went with its host
+                self._record = self._record.failed(recovered=False, world=self._world)
+            return
+        ran_s = (said["updated_ns"] - said["began_ns"]) / 1e9
+        if said["began_ns"] == self._life:
+            ran_s -= self._ran_s
+        self._record = self._record.ran(ran_s, self._world)
+        steps = said["step"] - said["began_step"]
+        failed = said["ended"] in (stats_page.GONE, stats_page.FAILED) and steps >= _LEAST_STEPS
+        if failed and page.process != stats_page.Process.this():
+            recovered = just_in_time and said["step"] - restored_step <= 1
+            self._record = self._record.failed(recovered=recovered, world=self._world)
+
+    def watch(self, symptoms: Symptoms) -> None:
+        """Look at these symptoms from now on."""
+        self._symptoms = symptoms
+
+    # ---- at each step's end ----------------------------------------------------------------------
+
+    def step_ended(self, step: int, step_s: float | None, usual_s: float | None) -> None:
+        """Take note of a step, of the losses that were seen since, and of what time has brought.
+
+        Args:
+            step: its number.
+            step_s: its seconds; None: not known.
+            usual_s: the median of the last ones.
+        """
+        self._active_s += min(step_s or 0.0, _LONGEST_STEPS * (usual_s or 0.0))
+        for loss in self._losses.take() if self._losses is not None else ():
+            self._see(step, loss)
+        if self._active_s >= self._renew_at_s:
+            self._renew_at_s = self._active_s + _RENEWED_S
+            self._learn()
+
+    def _see(self, step: int, loss: float) -> None:
+        self.finite = math.isfinite(loss)
+        if not self.finite and not self._told_not_finite:
+            self._told_not_finite = True
+            event(
+                "loss_not_finite",
+                logging.WARNING,
+                step=step,
+                loss=loss,
+                why="until it is a number again, no snapshot replaces the last good ones",
+            )
+        if self._curve is not None:
+            self._curve = self._curve.observed(self._active_s, loss)
+
+    def _learn(self) -> None:
+        """Say anew what is to be expected; takes about 50 us, once a second."""
+        active = self._symptoms.active() if self._symptoms is not None else {}
+        self._record = self._record.ran(self._active_s - self._recorded_s, self._world, active)
+        self._recorded_s = self._active_s
+        if "hazard" in self._needs:
+            self.hazard = self._record.hazard(
+                self._world, active, mtbf_s=self._mtbf_s, jit=self._jit
+            )
+        if self._curve is not None:
+            self.progress = self._curve.progress
+        self._save()
+
+    def cost_known(self, cost_s: float | None, persist_s: float | None) -> None:
+        """Note what a snapshot costs, for the run's next life."""
+        self.known_cost_s = self.known_cost_s if cost_s is None else cost_s
+        self.known_persist_s = self.known_persist_s if persist_s is None else persist_s
+
+    def _save(self) -> None:
+        self._saved.renew(
+            {
+                "version": _VERSION,
+                "failures": self._record.to_plain(),
+                "curve": None if self._curve is None else self._curve.to_plain(),
+                "extremes": {name: list(both) for name, both in self.extremes.items()},
+                "cost_s": self.known_cost_s,
+                "persist_s": self.known_persist_s,
+                "active_s": self._active_s,
+                "life": self.began_ns,
+                "ran_s": self._recorded_s - self._began_s,
+            }
+        )
+
+    # ---- metrics ---------------------------------------------------------------------------------
+
+    def report(self, metrics: Mapping[str, float]) -> None:
+        """Take note of metrics that the loop has reported; `loss` is the loss from now on."""
+        self.metrics |= metrics
+        if "loss" in metrics and self._losses is not None:
+            self._losses.report(metrics["loss"])
+
+    def metrics_asked(self) -> None:
+        """Note that the policy has been asked about the metrics: they are among the others now."""
+        for name, value in self.metrics.items():
+            if value == value:
+                least, most = self.extremes.get(name, (value, value))
+                self.extremes[name] = min(least, value), max(most, value)
+        for name in [*self.extremes][:-_MOST_METRICS]:
+            del self.extremes[name]
+
+    @property
+    def risk(self) -> str:
+        """Return what threatens the region's medium; empty: nothing that is known."""
+        return self._symptoms.risk if self._symptoms is not None else ""
+
+
+def _seconds(value: object) -> float | None:
+    if type(value) in (int, float) and 0 <= value < 1e12:  # type: ignore[operator]
+        return float(value)  # type: ignore[arg-type]
+    return None
+
+
+def _extremes(value: object) -> dict[str, tuple[float, float]]:
+    found = value if isinstance(value, dict) else {}
+    return {
+        name: (float(both[0]), float(both[1]))
+        for name, both in found.items()
+        if isinstance(name, str)
+        and len(name) <= _LONGEST_NAME
+        and isinstance(both, list)
+        and len(both) == 2
+        and all(type(each) in (int, float) for each in both)
+    }
