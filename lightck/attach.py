@@ -67,12 +67,6 @@ from lightck.tracing import perfetto
 from lightck.tracing.trace import Trace
 from lightck.types import Failure, Policy
 
-
-class _EveryStep(int):
-    """The default policy, which differs from a given 1 so that a config file can replace it."""
-
-
-EVERY_STEP = _EveryStep(1)
 _ARGUMENTS = ("model", "optimizer", "path", "policy", "extras", "boundary", "on_event", "config")
 CHAOS = "LIGHTCK_CHAOS"
 """The environment variable that `lightck chaos` alone sets: see `failure/fault_plan.py`."""
@@ -83,7 +77,7 @@ def attach(
     optimizer: Optimizer | Sequence[Optimizer] | None = None,
     path: str | os.PathLike[str] | None = None,
     *more: Never,
-    policy: int | Policy = EVERY_STEP,
+    policy: int | str | Policy | None = None,
     extras: Mapping[str, Any] | None = None,
     boundary: Optimizer | None = None,
     on_event: Callable[[str, dict[str, Any]], object] | None = None,
@@ -102,7 +96,9 @@ def attach(
         path: folder for the regions, one per rank (made if only its last part is missing), a
             libpmemobj pool or a devdax device; default `$LIGHTCK_PATH`, else `./lightck-run`.
         *more: nothing; further arguments are given by name.
-        policy: a snapshot every so many steps, or a policy object.
+        policy: which steps get a snapshot: a number (every so many steps), words (`"auto"`,
+            `"3.5 %"`, `"500 steps or best val_loss"`) or a policy object; None: what `config` says,
+            else `auto`.
         extras: name to object: state_dict/load_state_dict, generators, dicts of counters. Objects
             that are neither torch's own nor hand out batches need `at_step` or `at_forward`.
         boundary: the optimizer that ends a step, when several step at different rates.
@@ -129,7 +125,7 @@ def attach(
         refuse_unknown("attach", settings, _ARGUMENTS + setting_names()[2:])
         given = (model, optimizer, path, extras, more)
         root, optimizers = check("attach", *given, on_event=on_event, boundary=boundary)
-        chosen = {} if policy is EVERY_STEP else {"policy": policy}
+        chosen = {} if policy is None else {"policy": policy}
         resolved = Config.resolve(config, path=path, **chosen, **settings)
         parts = _Parts(ranks, resolved, root, _all_extras(extras, root))
         try:

@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 from lightck.errors import ConfigError
 from lightck.keywords import near
-from lightck.policy import EverySteps, Keep, parse
+from lightck.policy import Auto, Keep, parse
 from lightck.policy.keep import parse_keep
 from lightck.types import Failure, Policy
 
@@ -34,7 +34,8 @@ class Config:
 
     Attributes:
         path: folder of the run, a devdax device or a libpmemobj pool; `~` is expanded.
-        policy: which steps are due; an int (every that many steps) or a table becomes a policy.
+        policy: which steps are due: `auto` (as often as measured costs and seen failures ask for,
+            for 1 % of the time at most), an int (every that many steps), other words, or a table.
         slots: whole snapshots the region has room for, 2 to 16; 0 is 2, with several ranks 4: one
             that counts, one whose global outcome is not known yet, one to write, and one for a
             failure (without `failure`: 3). It does not change for a region that is there already.
@@ -90,7 +91,7 @@ class Config:
     """
 
     path: Path = Path(_DEFAULT_PATH)
-    policy: Policy = EverySteps(1)
+    policy: Policy = Auto()
     slots: int = 0
     threads: int = 0
     chunk_bytes: int = 262_144

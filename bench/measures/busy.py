@@ -128,7 +128,7 @@ def _block(
     Return what each waited in the engine, and how many slipped.
     """
     path = job.folder / f"run-{priority}"
-    settings = {**job.contender.settings, "priority": priority, "overwrite": True}
+    settings = {**job.contender.settings, "priority": priority, "overwrite": True, "policy": 1}
     handle = lightck.attach(training.model, training.optimizer, path, **settings)
 
     def waited() -> float:

@@ -10,7 +10,7 @@ import pytest
 
 from lightck.config import Config
 from lightck.errors import ConfigError
-from lightck.policy import EverySeconds, EverySteps
+from lightck.policy import Auto, EverySeconds
 from lightck.types import Failure
 
 _PRESETS = Path(__file__).parents[2] / "configs"
@@ -29,11 +29,12 @@ def _file(folder: Path, text: str) -> Path:
     return file
 
 
-def test_defaults_need_no_source() -> None:
+def test_defaults_need_no_source(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LIGHTCK_POLICY", raising=False)
     config = Config.resolve()
     assert config == Config()
     assert config.path == Path("lightck-run")
-    assert config.policy == EverySteps(1)
+    assert config.policy == Auto()
     assert config.run_id == "default"
 
 
