@@ -390,7 +390,7 @@ class _Parts:
         state = PolicyState(
             config.policy, self.learned, world=topology.world, jit=jit, losses=losses
         )
-        if known.restored is not None or self.learned.text is not None:
+        if known.restored is not None or known.learned is not None:
             record, step = region.continued, known.restored[1] if known.restored else known.step
             # A step that its own region has not was saved by another rank, at the failure.
             own = record is not None and record.step == step

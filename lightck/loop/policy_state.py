@@ -134,6 +134,8 @@ class PolicyState:
         self._recorded_s = self._active_s
         self._renew_at_s = -math.inf
         self._symptoms: Symptoms | None = None
+        self._goes_on = saved.text is not None
+        self._save()
 
     def _read(self, text: str | None) -> dict[str, Any]:
         values = parsed(text)
@@ -158,8 +160,9 @@ class PolicyState:
         """
         said = page.numbers
         if page.process is None:
-            if self._saved.text is not None:  # the region went with its host
+            if self._goes_on:  # the region went with its host
                 self._record = self._record.failed(recovered=False, world=self._world)
+                self._save()
             return
         ran_s = (said["updated_ns"] - said["began_ns"]) / 1e9
         if said["began_ns"] == self._life:
@@ -170,6 +173,7 @@ class PolicyState:
         if failed and page.process != stats_page.Process.this():
             recovered = just_in_time and said["step"] - restored_step <= 1
             self._record = self._record.failed(recovered=recovered, world=self._world)
+        self._save()  # before the first step: a life that ends soon has told of the one before
 
     def watch(self, symptoms: Symptoms) -> None:
         """Look at these symptoms from now on."""
