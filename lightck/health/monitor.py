@@ -95,7 +95,7 @@ class HealthMonitor:
             try:
                 found = checked(probe.read())
             except UnavailableError as why:
-                event("probe_unavailable", probe=probe.name, why=why)
+                event("probe_unavailable", logging.DEBUG, probe=probe.name, why=why)
                 return
             except Exception as error:  # noqa: BLE001 - it may be the user's probe
                 if not watched.error_told:
