@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, fields
 from lightck.errors import ConfigError
 from lightck.policy import checks
 from lightck.policy.combination import Combinable
+from lightck.policy.formulas import young
 from lightck.policy.quantities import exact_percent, exact_time, in_percent, in_units
 from lightck.policy.spacing import interval_has_passed
 from lightck.types import Moment, Probe
@@ -75,7 +76,7 @@ class Auto(Combinable):
         hazard = moment.hazard
         if hazard is None or hazard.unrecoverable <= 0:
             return math.inf
-        return math.sqrt(2 * (cost_s + _PERSIST_PRICE * persist_s) / hazard.unrecoverable)
+        return young(cost_s + _PERSIST_PRICE * persist_s, 1 / hazard.unrecoverable)
 
     def _stretch(self, moment: Moment) -> float:
         """By what the interval of least waste is multiplied."""

@@ -11,6 +11,8 @@ from lightck.policy.quantities import exact_percent, in_percent, in_units
 from lightck.policy.spacing import interval_has_passed, may_be_due
 from lightck.types import Moment
 
+_MOST_STEPS = 1e15
+
 
 @dataclass(frozen=True)
 class Budget(Combinable):
@@ -42,7 +44,7 @@ class Budget(Combinable):
         if moment.cost_s is None or not step_s:
             return None
         at_least_s = max(moment.cost_s / self.share, moment.persist_s or 0.0)
-        return max(1, math.ceil(at_least_s / step_s - 1e-9))
+        return max(1, math.ceil(min(at_least_s / step_s, _MOST_STEPS) - 1e-9))
 
     def interval_s(self, moment: Moment) -> float | None:
         """Return the seconds from one snapshot to the next; None while not known."""

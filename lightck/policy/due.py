@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -10,6 +9,7 @@ from lightck.errors import ConfigError
 from lightck.policy import checks
 from lightck.policy.auto import unsaved_failures
 from lightck.policy.combination import Combinable
+from lightck.policy.formulas import young
 from lightck.policy.quantities import exact_percent, exact_time, in_units
 from lightck.policy.spacing import interval_has_passed
 from lightck.types import Moment
@@ -164,7 +164,7 @@ class Hybrid(Combinable):
         """Return the seconds from one snapshot to the next; None while no cost is known."""
         if moment.cost_s is None:
             return None
-        least = math.sqrt(2 * moment.cost_s * self.mtbf_s / self.unrecoverable)
+        least = young(moment.cost_s, self.mtbf_s / self.unrecoverable)
         return max(least, moment.persist_s or 0.0)
 
     def due(self, moment: Moment) -> bool:

@@ -13,7 +13,7 @@ from lightck.types import Hazard
 
 _VERSION = 1
 _MEMORY = 20  # failures: what was before them is forgotten with the machines of that time
-_MOST_SYMPTOMS = 32  # of which something is learned
+_MOST_SYMPTOMS = 16  # of which something is learned: the record stays below 3 KiB
 _LONGEST_NAME = 64
 _PRIOR_RECOVERED = 0.7  # open-jitc's authors recover about 70 % of what stopped OPT-175B's training
 _PRIOR_FAILURES = 2.0  # the weight of what is believed of recovery and symptoms, in failures
@@ -76,11 +76,11 @@ class FailureRecord:
         """
         if not 0 < seconds < math.inf:
             return self
-        seen = dict(self.symptoms)
+        seen = self._seen_with(active)
         for name, count in _counts(active):
-            if name in seen or (len(seen) < _MOST_SYMPTOMS and len(name) <= _LONGEST_NAME):
-                was = seen.get(name, SeenSymptom())
-                seen[name] = was._replace(active_s=was.active_s + count * seconds)
+            if name in seen:
+                failures, active_s = seen[name]
+                seen[name] = SeenSymptom(failures, active_s + count * seconds)
         return replace(
             self,
             exposure=self.exposure + seconds * world,
@@ -100,12 +100,20 @@ class FailureRecord:
         rates = {name: count * self._symptom_rate(name) for name, count in _counts(active)}
         base = world * self._base_rate() if rates else 1.0
         total = base + sum(rates.values())
-        seen = dict(self.symptoms)
+        seen = self._seen_with(active)
         for name in rates.keys() & seen.keys():
-            was = seen[name]
-            seen[name] = was._replace(failures=was.failures + rates[name] / total)
+            failures, active_s = seen[name]
+            seen[name] = SeenSymptom(failures + rates[name] / total, active_s)
         failure = SeenFailure(self.exposure, base / total, recovered)
         return FailureRecord((*self.failures, failure)[-_MEMORY:], 0.0, tuple(sorted(seen.items())))
+
+    def _seen_with(self, active: Mapping[str, float] | None) -> dict[str, SeenSymptom]:
+        """Return what symptoms have shown, with those that are new, while there is room."""
+        seen = dict(self.symptoms)
+        for name, _ in _counts(active):
+            if len(seen) < _MOST_SYMPTOMS and len(name) <= _LONGEST_NAME:
+                seen.setdefault(name, SeenSymptom())
+        return seen
 
     def hazard(
         self,

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
 from lightck.errors import ConfigError
-from lightck.policy import checks
+from lightck.policy import checks, quantities
 
 
 @dataclass(frozen=True, slots=True)
@@ -318,8 +318,6 @@ Steps = GivenSteps
 
 # ---- the value of a setting ----------------------------------------------------------------------
 
-_UNITS = {"s": 1, "min": 60, "h": 3600, "d": 86400}
-_LONG = {"second": "s", "minute": "min", "hour": "h", "day": "d"}
 _ALLOWED = (
     "newest N, best [N] [min|max] METRIC, every N steps|epochs|s|min|h|d, within N s|min|h|d,"
     " steps N ..., joined by 'or' and 'and'"
@@ -412,11 +410,10 @@ def _every(words: Sequence[str]) -> Keep:
 
 
 def _duration(name: str, words: Sequence[str]) -> float:
-    unit = words[1] if len(words) == 2 else ""
-    unit = _LONG.get(unit.removesuffix("s"), unit)
+    unit = quantities.unit_of(words[1]) if len(words) == 2 else None
     try:
-        return float(words[0]) * _UNITS[unit]
-    except (IndexError, KeyError, ValueError):
+        return quantities.seconds(words[0], unit or "")
+    except (IndexError, KeyError, ArithmeticError):
         found = " ".join(words)
         raise ConfigError(f"{name!r} is followed by {found!r}; allowed: {_ALLOWED}") from None
 

@@ -142,7 +142,7 @@ class LossCurve:
         if len(first) != (count if count < _FIRST else 0) or len(bins) > _BINS + 1:
             raise ValueError("damaged")
         return cls(
-            tuple((_number(time_s), _number(loss)) for time_s, loss in first),
+            tuple((_number(time_s, 0), _number(loss)) for time_s, loss in first),
             _whole(count),
             *(first_level, level, deviation),
             tuple(
@@ -162,8 +162,8 @@ def _added(bins: tuple[Bin, ...], time_s: float, loss: float) -> tuple[Bin, ...]
     return (*kept, Bin(index, 1, log, loss))
 
 
-def _number(value: object) -> float:
-    if type(value) not in (int, float) or not -1e200 < float(value) < 1e200:  # type: ignore[arg-type]
+def _number(value: object, above: float = -1e200) -> float:
+    if type(value) not in (int, float) or not above < float(value) < 1e200:  # type: ignore[arg-type]
         raise ValueError("damaged")
     return float(value)  # type: ignore[arg-type]
 

@@ -56,24 +56,25 @@ def parse(value: object) -> Policy:
 # ---- words ---------------------------------------------------------------------------------------
 
 _WORD = re.compile(r"[()]|[^\s()]+")
-_NUMBER = r"(\d+(?:\.\d*)?(?:[eE][+-]?\d{1,3})?|\.\d+)"
+_NUMBER = r"(\d{1,18}(?:\.\d{0,30})?(?:[eE][+-]?\d{1,3})?|\.\d{1,30})"
 _AMOUNT = re.compile(rf"{_NUMBER}\s*(%|[a-z]*)", re.ASCII)
+_INTEGER = re.compile(r"\d{1,18}", re.ASCII)
 
 
 def _from_words(text: str) -> Policy:
-    words = _WORD.findall(text.lower() if text.lower() in ("auto", "quality") else text)
     try:
-        policy, left = _either(words)
+        policy, left = _either(_WORD.findall(text))
         if left:
-            raise _Unknown(left[0])
-    except _Unknown as unknown:
-        what = f"{unknown} is no policy" if str(unknown) != text.strip() else "is no policy"
-        raise ConfigError(f"policy = {text!r}: {what}; write, for example, {_EXAMPLES}") from None
+            raise _Unknown(" ".join(left))
+    except (_Unknown, RecursionError) as found:
+        part = str(found) if isinstance(found, _Unknown) else text
+        what = f"{part!r} is no policy; " if part != text.strip() else ""
+        raise ConfigError(f"policy = {text!r}: {what}must be words such as {_EXAMPLES}") from None
     return policy
 
 
 class _Unknown(Exception):
-    """The words that are no policy."""
+    """The part of a text that is no policy."""
 
 
 def _either(words: Sequence[str]) -> tuple[Policy, Sequence[str]]:
@@ -98,12 +99,12 @@ def _single(words: Sequence[str]) -> tuple[Policy, Sequence[str]]:
     if words and words[0] == "(":
         policy, words = _either(words[1:])
         if not words or words[0] != ")":
-            raise _Unknown("'(' without ')'")
+            raise _Unknown("(")
         return policy, words[1:]
     ends = (i for i, word in enumerate(words) if word in ("or", "and", "(", ")"))
     end = next(ends, len(words))
     if not end:
-        raise _Unknown(f"nothing before {words[0]!r}" if words else "nothing")
+        raise _Unknown(words[0] if words else "")
     return _named(words[:end]), words[end:]
 
 
@@ -115,14 +116,14 @@ def _named(words: Sequence[str]) -> Policy:
         *mode, metric = rest
         if mode in ([], ["min"], ["max"]):
             return OnBest(metric, *mode)
-    if first == "at" and rest and all(word.isdecimal() for word in rest):
+    if first == "at" and rest and all(map(_INTEGER.fullmatch, rest)):
         return AtSteps(map(int, rest))
     amount, kind = _amount(words)
     if kind == "%":
         return Budget(quantities.percent(amount))
-    if kind in ("step", "steps", "") and amount.isdecimal():
+    if kind in ("step", "steps", "") and _INTEGER.fullmatch(amount):
         return EverySteps(int(amount))
-    if kind in ("epoch", "epochs") and amount.isdecimal():
+    if kind in ("epoch", "epochs") and _INTEGER.fullmatch(amount):
         return EveryEpochs(int(amount))
     return EverySeconds(_seconds(amount, kind, words))
 
@@ -131,14 +132,14 @@ def _amount(words: Sequence[str]) -> tuple[str, str]:
     text = " ".join(words)
     match = _AMOUNT.fullmatch(text)
     if match is None:
-        raise _Unknown(repr(text))
+        raise _Unknown(text)
     return match[1], match[2]
 
 
 def _seconds(amount: str, kind: str, words: Sequence[str]) -> float:
     unit = quantities.unit_of(kind)
     if unit is None:
-        raise _Unknown(repr(" ".join(words)))
+        raise _Unknown(" ".join(words))
     return quantities.seconds(amount, unit)
 
 
@@ -157,7 +158,7 @@ def _with_arguments(kind: type[Any], words: Sequence[str]) -> Policy:
     while words:
         name = _ARGUMENTS.get(words[0])
         if name not in names or name in given:
-            raise _Unknown(repr(words[0]))
+            raise _Unknown(words[0])
         end = next((i for i, w in enumerate(words) if i and w in _ARGUMENTS), len(words))
         amount, unit = _amount(words[1:end])
         if name.endswith("_s"):
@@ -165,10 +166,10 @@ def _with_arguments(kind: type[Any], words: Sequence[str]) -> Policy:
         elif unit == "%":
             given[name] = quantities.percent(amount)
         else:
-            raise _Unknown(repr(" ".join(words[:end])))
+            raise _Unknown(" ".join(words[:end]))
         words = words[end:]
     if kind is Hybrid and "mtbf_s" not in given:
-        raise _Unknown("hybrid without 'mtbf' and a time")
+        raise ConfigError("hybrid: mtbf, the job's mean time between failures, is missing")
     made: Policy = kind(**given)
     return made
 
@@ -195,14 +196,21 @@ def _combination(key: str, kind: Callable[..., Policy]) -> Callable[[Any], Polic
     return make
 
 
+_REQUIRED: dict[type[Any], tuple[str, str]] = {
+    Hybrid: ("mtbf_s", "the job's mean time between failures"),
+    OnBest: ("metric", "the name of a metric"),
+}
+
+
 def _table(key: str, kind: type[Any]) -> Callable[[Any], Policy]:
     names = [each.name for each in fields(kind)]
 
     def make(value: Any) -> Policy:
         if not isinstance(value, Mapping):
             raise ConfigError(f"{key} = {value!r}: must be a table with {' and '.join(names)}")
-        if kind is Hybrid and "mtbf_s" not in value:
-            raise ConfigError("hybrid: mtbf_s, the job's mean time between failures, is missing")
+        required, meaning = _REQUIRED.get(kind, ("", ""))
+        if required and required not in value:
+            raise ConfigError(f"{key}: {required}, {meaning}, is missing")
         for name in value:
             if name not in names:
                 raise ConfigError(

@@ -17,6 +17,7 @@ from lightck.policy import (
     Hybrid,
     parse,
 )
+from lightck.policy.formulas import Waste
 from lightck.types import Moment, Policy
 
 
@@ -145,56 +146,6 @@ def test_combining_something_else_is_refused() -> None:
 
 
 # ---- expected wasted work: the oracle of the hybrid policy's interval --------------------------
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Waste:
-    """The work that failures and snapshots waste, as a share of each rank's time.
-
-    First-order formulas, for intervals that are short against `mtbf_s`; L is 1 / `mtbf_s`:
-
-        periodic(T)  o/T + L (T/2 + r)
-        jit          s + L (d + j + rj + m)
-        hybrid       s + sqrt(2 o q L) + q L r + (1 - q) L (d + j + rj + m)
-
-    The first is least, sqrt(2 o L) + L r, at Young's interval T* = sqrt(2 o / L). Just-in-time
-    snapshots leave a share q of the failures to periodic ones: the hybrid interval.
-    """
-
-    mtbf_s: float
-    stall_s: float  # o
-    restore_s: float = 0.0  # r
-    detect_s: float = 0.0  # d
-    jit_s: float = 0.0  # j
-    jit_restore_s: float = 0.0  # rj
-    step_s: float = 0.0  # m, the minibatch that is repeated
-    armed: float = 0.0  # s
-    unrecoverable: float = 0.0  # q
-
-    @property
-    def interval_s(self) -> float:
-        return math.sqrt(2 * self.stall_s * self.mtbf_s)
-
-    @property
-    def hybrid_interval_s(self) -> float:
-        return self.interval_s / math.sqrt(self.unrecoverable)
-
-    def periodic(self, every_s: float | None = None) -> float:
-        every_s = every_s or self.interval_s
-        return self.stall_s / every_s + (every_s / 2 + self.restore_s) / self.mtbf_s
-
-    def jit(self) -> float:
-        return self.armed + self._recovered_s / self.mtbf_s
-
-    def hybrid(self, every_s: float | None = None) -> float:
-        every_s = every_s or self.hybrid_interval_s
-        q, rate = self.unrecoverable, 1 / self.mtbf_s
-        periodic = self.stall_s / every_s + q * rate * (every_s / 2 + self.restore_s)
-        return self.armed + periodic + (1 - q) * rate * self._recovered_s
-
-    @property
-    def _recovered_s(self) -> float:
-        return self.detect_s + self.jit_s + self.jit_restore_s + self.step_s
 
 
 _JOB = Waste(
