@@ -281,7 +281,7 @@ class _Play:
 
     def _leap(self, end_s: float) -> int:
         """Return the steps until the policy is to be asked: before, nothing is due."""
-        if not self._regular or self.overdue or self.last is None or not self.known:
+        if not self._regular or self.overdue:
             return 1
         moment = self._moment()
         until_s = min(self.refresh_s, end_s)

@@ -7,6 +7,7 @@ import random
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
 
 from lightck.policy import AtSteps, EverySeconds, EverySteps, parse
@@ -60,8 +61,6 @@ def _step_by_step(
     overdue, known, age = False, False, 0
     while True:
         end_s = time_s + costs.step_s + pending_s
-        while failure.time_s <= time_s:
-            failure = next(coming)
         if min(failure.time_s, end_s) > horizon_s:
             return opened, lost
         if failure.time_s < end_s:
@@ -75,6 +74,8 @@ def _step_by_step(
             step, pending_s, last, overdue, age = back[0], 0.0, None, False, 0
             saved = newest = (step, time_s)
             known = known and step > 0
+            while failure.time_s <= time_s:  # down
+                failure = next(coming)
             continue
         age = age + 1 if time_s < newest[1] + costs.persist_s else 0
         time_s, step, pending_s = end_s, step + 1, 0.0
@@ -103,14 +104,14 @@ def _step_by_step(
 @pytest.mark.parametrize("jit", [None, Jit(2.0, 1.0)], ids=["off", "jit"])
 @pytest.mark.parametrize("words", ["1 step", "7 steps", "30 s", "3.5 %", "9 steps or 64 s"])
 def test_what_is_played_in_leaps_is_what_comes_of_single_steps(
-    words: str, jit: Jit | None, rng: random.Random
+    words: str, jit: Jit | None, rng: np.random.Generator
 ) -> None:
     policy = parse(words)
     for persist_s in (0.0, 0.25, 3.5):
         # Binary fractions, so that sums of times are exact.
         costs = Costs(0.25, 0.125, persist_s, restart_s=16.0, jit=jit)
-        at = sorted(rng.randrange(1 << 22) / 1024 for _ in range(20))
-        failures = [PlayedFailure(t, jit is not None and rng.random() < 0.5) for t in at]
+        at = sorted(int(each) / 1024 for each in rng.integers(1 << 22, size=20))
+        failures = [PlayedFailure(t, jit is not None and bool(rng.random() < 0.5)) for t in at]
         endless = [*failures, PlayedFailure(1e9)]
         opened, lost = _step_by_step(policy, costs, endless, 4096.0)
         played = simulate(policy, costs, failures, 4096.0)
@@ -119,10 +120,10 @@ def test_what_is_played_in_leaps_is_what_comes_of_single_steps(
 
 
 @pytest.mark.parametrize("words", ["auto", "quality", "auto or 600 steps", "hybrid mtbf 1 h"])
-def test_what_is_learned_does_not_depend_on_leaps(words: str, rng: random.Random) -> None:
+def test_what_is_learned_does_not_depend_on_leaps(words: str, rng: np.random.Generator) -> None:
     policy = parse(words)
     costs = Costs(0.25, 0.0625, 1.25, 64.0, jit=Jit(), loss=lambda t: 1 / (1 + t / 600))
-    failures = [PlayedFailure(t * 1800.0, rng.random() < 0.7) for t in range(1, 9)]
+    failures = [PlayedFailure(t * 1800.0, bool(rng.random() < 0.7)) for t in range(1, 9)]
     symptoms = [PlayedSymptom(5000.0, 6200.0, "link"), PlayedSymptom(5600.0, 9000.0, "memory")]
     leaps = simulate(policy, costs, failures, 16384.0, symptoms=symptoms)
     asked = simulate(_Asked(policy), costs, failures, 16384.0, symptoms=symptoms)
@@ -145,20 +146,20 @@ def _expected(every_s: float, first_s: float, costs: Costs, mtbf_s: float) -> fl
 @pytest.mark.parametrize("every", [20, 200, 2000])
 def test_a_fixed_interval_loses_what_the_exact_formula_says(every: int) -> None:
     costs, mtbf_s = Costs(0.5, 0.5, 2.0, 60.0), 3600.0
-    horizon_s = 1500 * _DAY_S
+    horizon_s = 250 * _DAY_S
     steps = simulate(EverySteps(every), costs, _failures(mtbf_s, 7), horizon_s)
-    assert steps.failures > 30_000
+    assert steps.failures > 5_000
     exact = _expected(every * 0.5, every * 0.5, costs, mtbf_s)
-    assert steps.goodput == pytest.approx(exact, abs=0.003)
+    assert steps.goodput == pytest.approx(exact, abs=0.004)
     seconds = EverySeconds(every * 0.5 + costs.cost_s)
     timed = simulate(seconds, costs, _failures(mtbf_s, 8), horizon_s)
-    assert timed.goodput == pytest.approx(_expected(every * 0.5, 0.5, costs, mtbf_s), abs=0.003)
+    assert timed.goodput == pytest.approx(_expected(every * 0.5, 0.5, costs, mtbf_s), abs=0.004)
 
 
 def test_young_s_waste_is_met_to_first_order() -> None:
     costs, mtbf_s = Costs(0.5, 0.5, 0.0, 60.0), 3600.0
     best = Waste(mtbf_s=mtbf_s, stall_s=0.5, restore_s=60.0)
-    played = simulate(EverySteps(120), costs, _failures(mtbf_s, 1), 1500 * _DAY_S)
+    played = simulate(EverySteps(120), costs, _failures(mtbf_s, 1), 250 * _DAY_S)
     assert best.interval_s == pytest.approx(60.0)
     assert 1 - played.goodput == pytest.approx(best.periodic(), rel=0.04)
 
@@ -176,18 +177,17 @@ def test_just_in_time_snapshots_waste_what_their_formula_says() -> None:
         unrecoverable=0.3,
     )
     failures = _failures(mtbf_s, 3, unsaved=0.3)
-    played = simulate(EverySteps(220), costs, failures, 1500 * _DAY_S)
+    played = simulate(EverySteps(220), costs, failures, 250 * _DAY_S)
     assert 1 - played.goodput == pytest.approx(waste.hybrid(110.0), rel=0.04)
 
 
-def test_the_parts_of_the_time_add_up_and_none_is_negative(rng: random.Random) -> None:
+def test_the_parts_of_the_time_add_up_and_none_is_negative(rng: np.random.Generator) -> None:
     for _ in range(50):
-        costs = Costs(
-            rng.uniform(0.1, 3), rng.uniform(0, 5), rng.uniform(0, 9), rng.uniform(0, 90), 1, Jit()
-        )
-        horizon_s = rng.uniform(1, 4000)
-        policy = parse(rng.choice(["1 step", "20 s", "auto", "3.5 %"]))
-        played = simulate(policy, costs, _failures(300, rng.randrange(99), 0.5), horizon_s)
+        most = (3, 5, 9, 90)
+        costs = Costs(*(float(rng.uniform(0.1, each)) for each in most), jit=Jit())
+        horizon_s = float(rng.uniform(1, 4000))
+        policy = parse(str(rng.choice(["1 step", "20 s", "auto", "3.5 %"])))
+        played = simulate(policy, costs, _failures(300, int(rng.integers(99)), 0.5), horizon_s)
         parts = (played.useful_s, played.stall_s, played.rework_s, played.down_s)
         assert min(parts) >= -1e-9
         assert sum(parts) == pytest.approx(horizon_s)
@@ -198,7 +198,7 @@ def test_a_failure_goes_back_to_the_newest_snapshot_that_counts() -> None:
     costs = Costs(1.0, 0.0, persist_s=3.0)
     for at_s, lost_s in ((12.5, 12.5), (13.0, 3.0), (22.9, 12.9), (23.5, 3.5)):
         played = simulate(EverySteps(10), costs, [PlayedFailure(at_s)], 100.0)
-        assert played.lost_s == (lost_s,)
+        assert played.lost_s == pytest.approx((lost_s,))
         assert played.rework_s == pytest.approx(lost_s)
 
 
