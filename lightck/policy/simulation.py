@@ -413,12 +413,12 @@ class _Play:
             self.record = self.record.ran(next_s - self.recorded_s, self.costs.world, active)
             self.recorded_s = next_s
 
-    def _active(self, time_s: float) -> dict[str, float]:
+    def _active(self, time_s: float, *, at_end: bool = False) -> dict[str, float]:
         found: dict[str, float] = {}
         for begin_s, end_s, name in self.symptoms:
             if begin_s > time_s:
                 break
-            if time_s < end_s:
+            if time_s < end_s or at_end and time_s == end_s:
                 found[name] = found.get(name, 0.0) + 1.0
         return found
 
@@ -463,7 +463,7 @@ class _Play:
             self._remember(at_s)
             # A life that ends in its first step says nothing of a rate.
             if self.step - self.began_step >= 2:
-                active, world = self._active(at_s), self.costs.world
+                active, world = self._active(at_s, at_end=True), self.costs.world
                 self.record = self.record.failed(recovered=saved, world=world, active=active)
         if self._losses and not saved:
             held = [each for each in self.curves if each[0] <= self.saved.step]
