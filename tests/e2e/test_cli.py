@@ -21,7 +21,7 @@ from lightck.cli.main import main
 from lightck.examine import check, contents
 from lightck.load import load_tensors
 
-_COMMANDS = ["ls", "inspect", "verify", "export", "rm", "top", "timeline", "demo", "chaos"]
+_COMMANDS = ["ls", "inspect", "verify", "export", "rm", "top", "plan", "timeline", "demo", "chaos"]
 
 
 class Tied(nn.Module):
