@@ -31,6 +31,7 @@ _COMMANDS = {
     "top": "watch a running trainer",
     "plan": "say what each policy would cost a job, and what failures would undo",
     "timeline": "show where the time of a traced run went",
+    "health": "show what this machine tells of failures to come",
     "demo": "train, kill, restart and compare with an uninterrupted run",
     "chaos": "kill, stop, hang and corrupt a training on purpose, and see what it loses",
 }

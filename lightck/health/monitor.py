@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from numbers import Real
 
 from lightck.errors import LightckError
 from lightck.events import event, event_aside
@@ -18,11 +17,11 @@ from lightck.types import Probe
 HANG_S = 60.0
 """A reading that takes longer is told as one that hangs."""
 _MISSED = 2.5  # periods after which a symptom that no reading has confirmed is over
-_MOST = 16  # symptoms of one probe
+_MOST = 32  # symptoms in one reading
 _LONGEST = 40  # characters of a symptom's name
 _ADVICE = (
-    "copy the newest snapshot to another medium (`lightck export`, or keep= on another path),"
-    " move the run there and have the device replaced"
+    "copy the newest snapshot to another device (`lightck export`), move the run there, and have"
+    " this one replaced"
 )
 
 
@@ -31,7 +30,7 @@ class UnavailableError(LightckError):
 
 
 @dataclass(eq=False)
-class _Watched:
+class _ProbeState:
     """The state of one probe; its own thread writes it."""
 
     probe: Probe
@@ -63,7 +62,7 @@ class HealthMonitor:
         self._clock = clock
         self._stop = threading.Event()
         self._risk = ""
-        self._watched = [_Watched(probe) for probe in probes]
+        self._watched = [_ProbeState(probe) for probe in probes]
         for watched in self._watched:
             name = f"lightck-{str(watched.probe.name)[:7]}"
             threading.Thread(target=self._run, args=(watched,), name=name, daemon=True).start()
@@ -89,7 +88,7 @@ class HealthMonitor:
 
     # ---- on the probes' threads -----------------------------------------------------------------
 
-    def _run(self, watched: _Watched) -> None:
+    def _run(self, watched: _ProbeState) -> None:
         probe = watched.probe
         while not self._stop.is_set():
             watched.began_s = self._clock()
@@ -111,7 +110,7 @@ class HealthMonitor:
             watched.hang_told = False
             self._stop.wait(probe.period_s)
 
-    def _note(self, watched: _Watched, found: Mapping[str, float]) -> None:
+    def _note(self, watched: _ProbeState, found: Mapping[str, float]) -> None:
         now, probe = self._clock(), watched.probe
         before = {name: kept for name, kept in watched.active.items() if now < kept[1]}
         seen = {
@@ -130,7 +129,7 @@ class HealthMonitor:
                 self._risk = detail
                 event("medium_at_risk", logging.WARNING, device=detail, advice=_ADVICE)
 
-    def _tell_hang(self, watched: _Watched, now: float) -> None:
+    def _tell_hang(self, watched: _ProbeState, now: float) -> None:
         began_s = watched.began_s
         if began_s is None or watched.hang_told or now - began_s < HANG_S:
             return
@@ -153,7 +152,7 @@ def checked(found: object) -> dict[str, float]:
             for name, count in found.items()
             if isinstance(name, str)
             and 0 < len(name) <= _LONGEST
-            and isinstance(count, Real)
+            and isinstance(count, int | float)
             and math.isfinite(count)
             and count >= 0
         }

@@ -14,7 +14,7 @@ from lightck.policy.spacing import interval_has_passed
 from lightck.types import Moment, Probe
 
 _PERSIST_PRICE = 0.01
-"""What a second of writing in the background counts for, in seconds of stall."""
+"""Seconds of stall that a second of writing in the background counts for."""
 
 
 def unsaved_failures(mean_s: float) -> str:

@@ -1,4 +1,4 @@
-"""What earlier lives and symptoms of a run have shown of its failures, and what to expect next."""
+"""Keep what lives and symptoms of a run have shown of its failures; say what to expect next."""
 
 from __future__ import annotations
 

@@ -30,8 +30,8 @@ def was_lost(moment: Moment) -> bool:
 def interval_has_passed(moment: Moment, every_s: float | None) -> bool:
     """Return whether an interval has passed since the last due snapshot, to the nearest step.
 
-    The first step is due. After a snapshot that was lost a quarter of the interval is enough: not
-    none of it, or a rank that always slips would bring a storm of snapshots.
+    The first step is due. After a snapshot that was lost a quarter of the interval has to pass;
+    else a rank that always slips would bring a storm of snapshots.
 
     Args:
         moment: the moment that a policy is asked about.

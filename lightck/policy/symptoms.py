@@ -40,13 +40,13 @@ _TABLE = (
         "dram_corrected",
         2.6e6,
         24 * _HOUR_S,
-        evidence="about 1 % of machines with corrected errors have an uncorrected one in the month"
-        " (Schroeder, Pinheiro, Weber: DRAM Errors in the Wild, 2009)",
+        evidence="some 1 % of machines with corrected errors have one that is not, within a month"
+        " (from memory of Schroeder, Pinheiro, Weber: DRAM Errors in the Wild, 2009)",
     ),
     Symptom(
         "rebalance",
         900.0,
-        evidence="EC2 recommends it some 10 to 20 minutes ahead (Karpenter's design notes)",
+        evidence=f"EC2 says so where an interruption is likely, sooner than its notice; {_GUESS}",
     ),
     Symptom(
         "drive",
@@ -62,5 +62,5 @@ SYMPTOMS: Mapping[str, Symptom] = {each.name: each for each in _TABLE}
 
 
 def symptom(name: str) -> Symptom:
-    """Return the symptom of that name; for one of a user's probe a guess of an hour, for an hour."""
+    """Return the symptom of that name; for another name a guess of an hour, for an hour."""
     return SYMPTOMS.get(name) or Symptom(name, _HOUR_S, _HOUR_S, evidence="a probe of the user's")

@@ -22,7 +22,14 @@ from support.documents.setup import DIGESTS
 
 README = ROOT / "README.md"
 FRAMEWORKS = ROOT / "docs" / "guide" / "frameworks.md"
-NOT_RUN = {"README": 1, "cli": 2, "frameworks-clusters": 4, "migration": 1, "quickstart": 1}
+NOT_RUN = {
+    "README": 1,
+    "cli": 2,
+    "frameworks-clusters": 4,
+    "health": 1,
+    "migration": 1,
+    "quickstart": 1,
+}
 """The number of blocks of a page that say why they are not run."""
 
 _FRAMEWORKS = {

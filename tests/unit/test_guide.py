@@ -11,7 +11,7 @@ import pytest
 
 _ROOT = Path(__file__).parents[2]
 _GUIDE = sorted((_ROOT / "docs" / "guide").glob("*.md"))
-_TROUBLES = _ROOT / "docs" / "guide" / "troubleshooting.md"
+_TROUBLES = [page for page in _GUIDE if page.stem.startswith("troubleshooting")]
 _PLACE = "\0"
 """Stands in a message for a value."""
 
@@ -32,7 +32,8 @@ def _texts() -> tuple[str, ...]:
 
 def _quoted() -> list[str]:
     """Return what stands in code in the first column of the tables, but for commands."""
-    rows = [line for line in _TROUBLES.read_text().splitlines() if line.startswith("| ")]
+    lines = [line for page in _TROUBLES for line in page.read_text().splitlines()]
+    rows = [line for line in lines if line.startswith("| ")]
     cells = [row.split(" | ")[0] for row in rows]
     found = [text for cell in cells for text in re.findall(r"`([^`]+)`", cell)]
     return [text for text in found if not text.startswith("lightck ") or "..." in text]

@@ -16,9 +16,9 @@ from pathlib import Path
 _ROOT = Path(__file__).parents[2]
 _FLOORS = {
     1: {"errors", "events", "keywords", "types"},
-    2: {"policy", "device"},
+    2: {"policy", "device", "notices"},
     3: {"config"},
-    4: {"region"},
+    4: {"region", "health"},
     5: {"state", "tracing", "optim", "history"},
     6: {"data"},
     7: {"reader", "pipeline"},
@@ -31,7 +31,7 @@ _FLOORS = {
     14: {"integrations", "cli", "__init__"},
 }
 _FLOOR_OF = {room: floor for floor, rooms in _FLOORS.items() for room in rooms}
-_STANDARD_LIBRARY = {"errors", "events", "keywords", "types", "policy", "config"}
+_STANDARD_LIBRARY = {"errors", "events", "keywords", "types", "policy", "config", "notices"}
 """Rooms that import nothing that has to be installed."""
 _WITHOUT_TORCH = {*_STANDARD_LIBRARY, "region"}
 # Faces use what users use; __init__ hands out names of these, the marks of instants, the sampler.
@@ -39,6 +39,7 @@ _FACES_USE = {
     *("attach", "store", "handle", "restore", "load", "examine", "pmdk", "watch", "removal"),
     *("config", "errors", "events", "policy", "types", "__init__"),
     "failure",
+    "health",
     "history",
 }
 _HANDED_OUT = {
@@ -188,5 +189,15 @@ def test_benchmarks_use_the_public_interface_only() -> None:
         for node in ast.walk(ast.parse(file.read_text()))
         for name in _named(node, "bench")
         if name.split(".")[0] == "lightck" and name not in public
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_of_health_the_training_of_a_model_alone_needs_what_has_to_be_installed() -> None:
+    wrong = [
+        f"{module}:{line}: imports {name}"
+        for module in {*_in_rooms({"health"})} - {"lightck.health.drive_fit"}
+        for name, line in _imports(module)
+        if name.split(".")[0] not in sys.stdlib_module_names | {"lightck", "pynvml"}
     ]
     assert not wrong, "\n".join(wrong)
