@@ -324,8 +324,8 @@ def _cases() -> dict[str, Callable[[int], Numbers]]:
     for cost_s, persist_s in ((0.05, 0.5), (0.5, 5.0)):
         for jit in (False, True):
             way = "jit" if jit else "off"
-            found[f"symptom {way} {cost_s:g}"] = (
-                lambda seeds, c=cost_s, p=persist_s, jit=jit: symptom_case(  # type: ignore[misc]
+            found[f"symptom {way} {cost_s:g}"] = lambda seeds, c=cost_s, p=persist_s, jit=jit: (
+                symptom_case(  # type: ignore[misc]
                     c, p, jit=jit, seed=_SEED
                 )
             )

@@ -127,7 +127,10 @@ def measure(job: Job) -> list[Record]:
     if way is None:
         raise BenchError(f"{job.contender.label}: case: one of {', '.join(WAYS)}")
     settings: dict[str, Any] = dict(job.contender.settings)
-    watched = Watched(parse(settings.pop("policy", "auto")))
+    policy = parse(settings.pop("policy", "auto"))
+    if job.method.patient and isinstance(policy, Auto):  # a trial
+        policy = replace(policy, budget=1.0, most_s=0.3)
+    watched = Watched(policy)
     training = Training(job.work)
     training.steps(job.method.warmup)
     path = job.folder / "run"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +18,15 @@ from lightck.cli.plan_data import (
     Job,
     failures_of,
     job_of,
-    of_world,
     positive_time,
     ranks_of,
     time_of,
-    until,
 )
+from lightck.cli.plan_rows import FALL, Row, played
 from lightck.policy import AtSteps, EveryEpochs, OnBest, parse
 from lightck.policy.combination import single_policies
-from lightck.policy.formulas import Waste
 from lightck.policy.quantities import in_percent, in_units
-from lightck.policy.simulation import Costs, Outcome, simulate
+from lightck.policy.simulation import Outcome
 from lightck.types import Policy
 
 DESCRIPTION = f"""\
@@ -51,7 +49,8 @@ Without --no-jit, {100 * (1 - UNSAVED):.0f} % of them are saved just in time, at
 Of each policy: mean time from one snapshot to the next, snapshots per hour, and the shares of the
 time that are stall, rework (training undone), restarts, and training that is there at the end
 (GOODPUT); by FORMULA, the waste 1 - goodput of that interval to first order; the time that a
-failure loses, mean and 95 % of them below. `quality` is played with a loss that falls by e^-5."""
+failure loses, mean and 95 % of them below. `quality` is played with a loss that falls by
+e^-{FALL:g}."""
 EXAMPLES = """\
   lightck plan                                      # with assumed numbers
   lightck plan /dev/shm/run                         # a run's own
@@ -62,8 +61,6 @@ EXAMPLES = """\
       print([(row["policy"], row["goodput"]) for row in json.load(sys.stdin)["rows"]])'
 """
 _DEFAULT = ("auto", "quality", "3.5 %", "1 step", "10 min", "1 h")
-_FALL = 5.0
-"""The logarithm of by how much the loss falls, for `quality`."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -99,33 +96,6 @@ def _days(text: str) -> float:
     return days
 
 
-@dataclass(frozen=True)
-class Row:
-    """A policy, played for a job of so many ranks."""
-
-    ranks: int
-    policy: str
-    outcome: Outcome
-    mtbf_s: float
-    formula: float | None
-
-    @property
-    def interval_s(self) -> float | None:
-        """Return the mean time from one snapshot to the next, restarts aside."""
-        trained_s = self.outcome.horizon_s - self.outcome.down_s
-        return trained_s / self.outcome.snapshots if self.outcome.snapshots else None
-
-    def share(self, part: str) -> float:
-        """Return a part of the time as a share: `stall_s`, ..."""
-        return float(getattr(self.outcome, part) / self.outcome.horizon_s)
-
-    @property
-    def lost(self) -> tuple[float, float] | None:
-        """Return the mean of what a failure loses, and what 95 % of them lose at most."""
-        lost = sorted(self.outcome.lost_s)
-        return (sum(lost) / len(lost), lost[math.ceil(0.95 * len(lost)) - 1]) if lost else None
-
-
 def run(arguments: argparse.Namespace) -> int:
     """Run the command; return the exit status."""
     policies = [_playable(text) for text in arguments.policy or _DEFAULT]
@@ -138,7 +108,7 @@ def run(arguments: argparse.Namespace) -> int:
         rows = []
         for count in ranks:
             for policy in policies:
-                rows.append(_played(policy, job, failures, count, arguments.days))
+                rows.append(played(policy, job, failures, count, arguments.days))
                 told(1)
     if arguments.out is not None:
         _draw(rows, job, arguments)
@@ -157,45 +127,6 @@ def _playable(text: str) -> Policy:
         if isinstance(each, AtSteps | EveryEpochs | OnBest):
             raise Refusal(f"--policy {text}: a plan has no epochs, metrics or given steps")
     return policy
-
-
-def _played(
-    policy: Policy, job: Job, failures: Failures, ranks: int, days: float | None
-) -> Row:
-    costs = of_world(job, ranks)
-    horizon_s = failures.horizon_s(ranks, days)
-    mtbf_s = failures.mtbf_s(ranks)
-    costs = replace(costs, loss=lambda trained_s: math.exp(-_FALL * trained_s / horizon_s))
-    coming = until(failures.make(mtbf_s), horizon_s)
-    outcome = simulate(policy, costs, coming, horizon_s, record=job.record)
-    row = Row(ranks, str(policy), outcome, mtbf_s, None)
-    if row.interval_s is None:
-        return row
-    return replace(row, formula=formula(costs, mtbf_s, row.interval_s))
-
-
-def waste_of(costs: Costs, mtbf_s: float) -> Waste:
-    """Return the formulas for a job."""
-    jit = costs.jit
-    return Waste(
-        mtbf_s=mtbf_s,
-        stall_s=costs.cost_s,
-        restore_s=costs.restart_s,
-        detect_s=jit.detect_s if jit else 0.0,
-        jit_s=jit.save_s if jit else 0.0,
-        jit_restore_s=costs.restart_s,
-        step_s=costs.step_s / 2,
-        unrecoverable=UNSAVED if jit else 1.0,
-    )
-
-
-def formula(costs: Costs, mtbf_s: float, every_s: float) -> float | None:
-    """Return the share of the time that is no training, to first order; None where it is no use."""
-    waste = waste_of(costs, mtbf_s)
-    found = waste.hybrid(every_s) if costs.jit else waste.periodic(every_s)
-    # What is in flight is lost, too. First order means that little is lost.
-    found += waste.unrecoverable * costs.persist_s / mtbf_s
-    return found if found < 0.5 else None
 
 
 # ---- output --------------------------------------------------------------------------------------
@@ -273,7 +204,7 @@ def _progress_waste(outcome: Outcome) -> float:
     end_s = outcome.horizon_s
 
     def loss(trained_s: float) -> float:
-        return math.exp(-_FALL * trained_s / end_s)
+        return math.exp(-FALL * trained_s / end_s)
 
     undone = sum(loss(begin) - loss(end) for begin, end in outcome.undone)
     return outcome.stall_s / end_s + undone / (1 - loss(end_s))

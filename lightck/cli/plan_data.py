@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 from lightck.cli.arguments import location, rows_at
 from lightck.cli.output import BAD_DATA, Refusal

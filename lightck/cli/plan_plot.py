@@ -9,7 +9,7 @@ from typing import Any
 import matplotlib as mpl
 from matplotlib.figure import Figure
 
-from lightck.cli.plan import Row, formula, waste_of
+from lightck.cli.plan_rows import Row, formula, waste_of
 from lightck.policy.quantities import in_units
 from lightck.policy.simulation import Costs
 

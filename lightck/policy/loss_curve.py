@@ -104,7 +104,9 @@ class LossCurve:
         # The mean of the first 16 is itself off by half of that.
         if gained <= self.deviation / 2:
             return None
-        points = [(each.log_time / each.losses, each.loss / each.losses) for each in self.bins[-_LAST:]]
+        points = [
+            (each.log_time / each.losses, each.loss / each.losses) for each in self.bins[-_LAST:]
+        ]
         slopes = [
             (y - points[j][1]) / (x - points[j][0])
             for i, (x, y) in enumerate(points)
