@@ -21,8 +21,8 @@ from lightck.policy.formulas import Waste, checkfreq, coci, young
 from lightck.policy.simulation import (
     Costs,
     Jit,
-    Outcome,
     PlayedFailure,
+    PlayedRun,
     PlayedSymptom,
     simulate,
 )
@@ -129,7 +129,8 @@ def coci_case(x: float, seeds: int) -> Numbers:
 def _known_end(duration_s: float) -> list[float]:
     """Return the times of the rule by the square root, did it know the end."""
     rate = (1 - math.exp(_SLOPE * duration_s)) / (-_SLOPE * duration_s)
-    times, time_s = [], 0.0
+    times: list[float] = []
+    time_s = 0.0
     while True:
         now = math.exp(_SLOPE * time_s) / rate
         time_s += young(_STALL_S, 1 / _RATE) / math.sqrt(now)
@@ -215,7 +216,7 @@ def checkfreq_case(seeds: int) -> Numbers:
 # ---- learned rates -------------------------------------------------------------------------------
 
 _BURSTY_MTBF_S, _BURSTY_DAYS = 70_400.0, 348
-"""As often as a job on all 400 nodes of InfiniteHBD's trace fails (arXiv 2502.03885)."""
+"""A job on all 400 nodes of InfiniteHBD's trace fails about as often (arXiv 2502.03885)."""
 
 
 def _played(policy: Policy, costs: Costs, failures: Sequence[PlayedFailure]) -> float:
@@ -281,7 +282,7 @@ def symptom_case(cost_s: float, persist_s: float, *, jit: bool, seed: int) -> Nu
 
 
 def _lost_by_kind(
-    outcome: Outcome, costs: Costs, failures: Sequence[PlayedFailure], announced: Sequence[bool]
+    outcome: PlayedRun, costs: Costs, failures: Sequence[PlayedFailure], announced: Sequence[bool]
 ) -> dict[bool, list[float]]:
     """Return what failures lost that were not saved, by whether they were announced."""
     found: dict[bool, list[float]] = {True: [], False: []}

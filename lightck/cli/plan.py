@@ -15,7 +15,7 @@ from lightck.cli.plan_data import (
     PUBLISHED,
     UNSAVED,
     Failures,
-    Job,
+    PlannedJob,
     failures_of,
     job_of,
     positive_time,
@@ -26,7 +26,7 @@ from lightck.cli.plan_rows import FALL, Row, played
 from lightck.policy import AtSteps, EveryEpochs, OnBest, parse
 from lightck.policy.combination import single_policies
 from lightck.policy.quantities import in_percent, in_units
-from lightck.policy.simulation import Outcome
+from lightck.policy.simulation import PlayedRun
 from lightck.types import Policy
 
 DESCRIPTION = f"""\
@@ -44,7 +44,8 @@ event_time in days and event_type; or as somebody has published:
 
 {pairs([(name, each.source) for name, each in PUBLISHED.items()], "  ")}
 
-Without --no-jit, {100 * (1 - UNSAVED):.0f} % of them are saved just in time, at the last complete step.
+{100 * (1 - UNSAVED):.0f} % of them are saved just in time, at the last complete step; none with
+--no-jit.
 
 Of each policy: mean time from one snapshot to the next, snapshots per hour, and the shares of the
 time that are stall, rework (training undone), restarts, and training that is there at the end
@@ -132,7 +133,7 @@ def _playable(text: str) -> Policy:
 # ---- output --------------------------------------------------------------------------------------
 
 
-def _told(rows: Sequence[Row], job: Job, failures: Failures) -> str:
+def _told(rows: Sequence[Row], job: PlannedJob, failures: Failures) -> str:
     several = len({row.ranks for row in rows}) > 1
     costs = job.costs
     names = {"step_s": "step", "cost_s": "snapshot", "persist_s": "commit", "restart_s": "restart"}
@@ -157,7 +158,7 @@ def _told(rows: Sequence[Row], job: Job, failures: Failures) -> str:
     return f"{pairs(about)}\n\n{table(headings, lines, left=1 + several)}"
 
 
-def _cells(row: Row, job: Job) -> list[str]:
+def _cells(row: Row, job: PlannedJob) -> list[str]:
     outcome, every_s = row.outcome, row.interval_s
     cells = [row.policy]
     cells += [in_units(every_s), f"{3600 / every_s:.3g}"] if every_s else ["-", "0"]
@@ -170,7 +171,7 @@ def _cells(row: Row, job: Job) -> list[str]:
     return cells
 
 
-def _document(rows: Sequence[Row], job: Job, failures: Failures) -> dict[str, Any]:
+def _document(rows: Sequence[Row], job: PlannedJob, failures: Failures) -> dict[str, Any]:
     costs = {k: v for k, v in asdict(job.costs).items() if k not in ("loss", "world")}
     return {
         "job": {**costs, "sources": job.sources, "state_bytes": job.state_bytes},
@@ -199,7 +200,7 @@ def _plain(row: Row) -> dict[str, Any]:
     }
 
 
-def _progress_waste(outcome: Outcome) -> float:
+def _progress_waste(outcome: PlayedRun) -> float:
     """Return stall and rework as a share, training that was undone priced by the loss's fall."""
     end_s = outcome.horizon_s
 
@@ -210,7 +211,7 @@ def _progress_waste(outcome: Outcome) -> float:
     return outcome.stall_s / end_s + undone / (1 - loss(end_s))
 
 
-def _draw(rows: Sequence[Row], job: Job, arguments: argparse.Namespace) -> None:
+def _draw(rows: Sequence[Row], job: PlannedJob, arguments: argparse.Namespace) -> None:
     try:
         from lightck.cli.plan_plot import SUFFIXES, draw
     except ImportError as error:

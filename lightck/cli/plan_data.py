@@ -110,8 +110,8 @@ class Failures:
 
 
 @dataclass(frozen=True)
-class Job:
-    """What is planned for: costs, what was learned, and where each number is from."""
+class PlannedJob:
+    """A job that is planned for: its costs, what was learned, and where each number is from."""
 
     costs: Costs
     record: FailureRecord
@@ -124,12 +124,14 @@ class Job:
 _ASSUMED = {"step_s": 0.5, "cost_s": 0.05, "persist_s": 0.5, "restart_s": 60.0}
 
 
-def job_of(arguments: argparse.Namespace) -> Job:
+def job_of(arguments: argparse.Namespace) -> PlannedJob:
     """Return the job that the arguments describe; they win over what a run has measured."""
-    found, record, state_bytes, world = {}, FailureRecord(), None, 1
+    found: dict[str, float] = {}
+    record, world = FailureRecord(), 1
+    state_bytes: int | None = None
     if arguments.path is not None:
-        found, record, world = _learned(arguments.path)
-        state_bytes = _state_bytes(arguments.path)
+        world, state_bytes = _sizes(arguments.path)
+        found, record = _learned(arguments.path)
     numbers, sources = {}, {}
     for name, assumed in _ASSUMED.items():
         given = getattr(arguments, name)
@@ -140,22 +142,18 @@ def job_of(arguments: argparse.Namespace) -> Job:
         else:
             numbers[name], sources[name] = assumed, "assumed"
     jit = Jit() if arguments.jit else None
-    return Job(Costs(**numbers, world=world, jit=jit), record, sources, state_bytes)
+    return PlannedJob(Costs(**numbers, world=world, jit=jit), record, sources, state_bytes)
 
 
-def _learned(path: str) -> tuple[dict[str, float], FailureRecord, int]:
-    """Return what a run's newest snapshot says: times, failures, and the number of ranks."""
-    from lightck.load import load  # needs torch
+def _learned(path: str) -> tuple[dict[str, float], FailureRecord]:
+    """Return what a run's newest snapshot says: times, and failures."""
+    from lightck.examine import contents  # needs torch
 
-    row = rows_at(path, whole=True)
-    if not row:
-        raise Refusal(f"{location(path)}: no whole snapshot", BAD_DATA)
-    plain = load(path)["extras"].get("@policy")
-    if not isinstance(plain, dict):
-        raise Refusal(
-            f"{location(path)}: its newest snapshot says nothing of costs and failures; give"
-            " --step, --cost, --persist and --mtbf without PATH"
-        )
+    text = getattr(contents(path, "latest"), "learned", None)
+    try:
+        plain = json.loads(text) if text else {}
+    except ValueError:
+        plain = {}  # a fresh start, as in training
     names = {"cost_s": "cost_s", "persist_s": "persist_s", "quiet_s": "step_s"}
     found = {
         ours: float(plain[theirs])
@@ -164,18 +162,22 @@ def _learned(path: str) -> tuple[dict[str, float], FailureRecord, int]:
     }
     if not found.get("step_s", 1.0):
         del found["step_s"]
-    return found, FailureRecord.from_plain(plain.get("failures")), int(row[0]["world"] or 1)
+    return found, FailureRecord.from_plain(plain.get("failures"))
 
 
-def _state_bytes(path: str) -> int | None:
-    sizes = [row["bytes"] for row in rows_at(path, whole=True)[:1]]
-    return sizes[0] if sizes else None
+def _sizes(path: str) -> tuple[int, int]:
+    """Return the number of ranks and the bytes of a run's newest snapshot."""
+    whole = [row for row in rows_at(path, whole=True) if row["state"] == "whole"]
+    if not whole:
+        raise Refusal(f"{location(path)}: no whole snapshot", BAD_DATA)
+    newest = [row for row in whole if row["step"] == whole[0]["step"]]
+    return len(newest), sum(row["payload_bytes"] for row in newest)
 
 
 # ---- the failures --------------------------------------------------------------------------------
 
 
-def failures_of(arguments: argparse.Namespace, job: Job) -> Failures:
+def failures_of(arguments: argparse.Namespace, job: PlannedJob) -> Failures:
     """Return the failures that the arguments ask for.
 
     Raises:
@@ -328,7 +330,7 @@ def ranks_of(text: str) -> list[int]:
     return found
 
 
-def of_world(job: Job, ranks: int) -> Costs:
+def of_world(job: PlannedJob, ranks: int) -> Costs:
     """Return the costs of a job of so many ranks; they are taken to be the same for all."""
     return replace(job.costs, world=ranks)
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from lightck.cli.plan_data import UNSAVED, Failures, Job, of_world, until
+from lightck.cli.plan_data import UNSAVED, Failures, PlannedJob, of_world, until
 from lightck.policy.formulas import Waste
-from lightck.policy.simulation import Costs, Outcome, simulate
+from lightck.policy.simulation import Costs, PlayedRun, simulate
 from lightck.types import Policy
 
 FALL = 5.0
@@ -20,7 +20,7 @@ class Row:
 
     ranks: int
     policy: str
-    outcome: Outcome
+    outcome: PlayedRun
     mtbf_s: float
     formula: float | None
 
@@ -41,7 +41,9 @@ class Row:
         return (sum(lost) / len(lost), lost[math.ceil(0.95 * len(lost)) - 1]) if lost else None
 
 
-def played(policy: Policy, job: Job, failures: Failures, ranks: int, days: float | None) -> Row:
+def played(
+    policy: Policy, job: PlannedJob, failures: Failures, ranks: int, days: float | None
+) -> Row:
     """Play a policy for a job of so many ranks."""
     costs = of_world(job, ranks)
     horizon_s = failures.horizon_s(ranks, days)

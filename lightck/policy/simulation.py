@@ -34,7 +34,7 @@ _LONG = 64
 
 @dataclass(frozen=True, slots=True)
 class Jit:
-    """What a failure costs that the just-in-time path saves, but for the new start.
+    """The time that a failure costs which is saved just in time, but for the new start.
 
     Attributes:
         detect_s: from the failure to its detection, seconds.
@@ -47,7 +47,7 @@ class Jit:
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """What a job is made of, in seconds.
+    """The times that a job is made of, in seconds.
 
     Attributes:
         step_s: one step without a snapshot.
@@ -84,8 +84,8 @@ class PlayedSymptom(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
-    """What became of the time; the four parts add up to the horizon.
+class PlayedRun:
+    """A job that was played: its time in four parts, its snapshots, and what failures undid.
 
     Attributes:
         useful_s: training that is there at the end, the running step included.
@@ -133,7 +133,7 @@ def simulate(
     *,
     symptoms: Sequence[PlayedSymptom] = (),
     record: FailureRecord | None = None,
-) -> Outcome:
+) -> PlayedRun:
     """Play a policy against failures.
 
     A snapshot has the state of its opening and counts from `persist_s` later; one is on its way at
@@ -216,7 +216,7 @@ class _Play:
     step: int = 0
     """Last complete step."""
     pending_s: float = 0.0
-    """What the running step takes longer, because a snapshot opened at its begin."""
+    """The seconds that the running step takes longer: a snapshot opened at its begin."""
     last: Moment | None = None
     overdue: bool = False
     opened: _Point = _Point(0, 0.0)
@@ -252,7 +252,8 @@ class _Play:
         self._hazards, self._losses = "hazard" in needs, "loss" in needs
         self._losses = self._losses and self.costs.loss is not None
         singles = list(single_policies(self.policy))
-        self._mtbf_s = next((p.mtbf_s for p in singles if isinstance(p, Auto) and p.mtbf_s), None)
+        believed = [p.mtbf_s for p in singles if isinstance(p, Auto) and p.mtbf_s is not None]
+        self._mtbf_s = min(believed, default=None)
         own = all(type(p) in _REGULAR for p in singles)
         self._regular = singles if own else []
         self._period = math.lcm(*(p.n for p in singles if isinstance(p, EverySteps)))
@@ -470,13 +471,13 @@ class _Play:
             self.curve = held[-1][1] if held else LossCurve()
             self.progress = self.curve.progress
 
-    def outcome(self, horizon_s: float) -> Outcome:
+    def outcome(self, horizon_s: float) -> PlayedRun:
         """Return what became of the time."""
         down_s = self.down_s - max(0.0, self.time_s - horizon_s)
         useful_s = self.step * self.costs.step_s
         if self.time_s < horizon_s:
             useful_s += self._running_s(horizon_s)
-        return Outcome(
+        return PlayedRun(
             useful_s,
             self.stall_s,
             max(0.0, horizon_s - useful_s - self.stall_s - down_s),

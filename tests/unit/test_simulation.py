@@ -16,8 +16,8 @@ from lightck.policy.formulas import Waste
 from lightck.policy.simulation import (
     Costs,
     Jit,
-    Outcome,
     PlayedFailure,
+    PlayedRun,
     PlayedSymptom,
     simulate,
 )
@@ -258,5 +258,5 @@ def test_costs_that_are_no_times_are_refused(costs: Costs) -> None:
 
 
 def test_an_outcome_tells_shares() -> None:
-    outcome = Outcome(50.0, 10.0, 20.0, 20.0, 3, 0, 1, (9.0,), ((1.0, 2.0),))
+    outcome = PlayedRun(50.0, 10.0, 20.0, 20.0, 3, 0, 1, (9.0,), ((1.0, 2.0),))
     assert (outcome.horizon_s, outcome.goodput, outcome.waste) == (100.0, 0.5, 0.3)
