@@ -28,6 +28,8 @@ KINDS = (
     "busy",
     "recovery",
     "restart",
+    "policies",
+    "policies_real",
     *RANKS,
     *DEVICE,
 )
@@ -56,6 +58,8 @@ class Method:
         patient: let each snapshot finish before the next is due, off the clock. Only for tiny
             models, whose steps may be shorter than a commit; real engines must keep up.
         fault: the failure, for `recovery`: a key of `bench.measures.recovery.FAULTS`.
+        case: for `policies` a key of `bench.simulated.CASES`; for `policies_real` what is measured,
+            a key of `bench.measures.policies_real.WAYS`.
     """
 
     policy: str = "pairs"
@@ -67,6 +71,7 @@ class Method:
     seconds: float = 90.0
     patient: bool = False
     fault: str = ""
+    case: str = ""
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,10 @@ import math
 from bench.document import Cell
 from bench.record import Record
 
-SHARES = ("overhead", "idle_hooks", "fence_idle", "fence_bare", "trace_overhead", "written_share")
+SHARES = (
+    *("overhead", "idle_hooks", "fence_idle", "fence_bare", "trace_overhead", "written_share"),
+    *("periodic", "just_in_time", "both", "waste", "best_waste", "overhead_value"),
+)
 _WORDS = {
     "extra": "extra per snapshot",
     "extra_run": "extra, run time",
@@ -29,6 +32,26 @@ _WORDS = {
     "first_step_s": "first step",
     "lost_work_s": "lost work",
     "interval_steps": "snapshot every",
+    "time_ratio": "in time",
+    "coci_ratio": "COCI's formula",
+    "coci_time_ratio": "COCI's, in time",
+    "known_end_ratio": "were the end known",
+    "young_s": "Young",
+    "quality_time_s": "Quality, in time",
+    "quality_progress_s": "Quality",
+    "coci_time_s": "COCI's, in time",
+    "coci_progress_s": "COCI's",
+    "stall_ratio": "stall, over without symptoms",
+    "waste_ratio": "waste, over without symptoms",
+    "announced_s": "lost, announced",
+    "unannounced_s": "lost, not announced",
+    "best_waste": "best fixed interval",
+    "best_s": "which is",
+    "both_ratio": "both / periodic",
+    "overhead_value": "overhead, value",
+    "late_s": "too late by",
+    "over_mean_ratio": "over the mean number's",
+    "workers_ratio": "by workers alone",
     "extra_dram": "extra DRAM",
     "extra_dram_bytes": "extra DRAM",
     "written_bytes": "written",

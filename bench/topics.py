@@ -75,6 +75,12 @@ TOPICS = (
         ("jit", "recovery", "restart"),
     ),
     Topic(
+        "policies",
+        "When to save",
+        "Do papers' claims on when to save hold, and lightck's own? Rows say what is simulated.",
+        ("policies-real", "policies-hour", "policies", "policies-coci", "policies-jit"),
+    ),
+    Topic(
         "restore",
         "Restore",
         "How fast does a snapshot come back into live tensors?",

@@ -29,6 +29,7 @@ _COMMANDS = {
     "rm": "remove a run's regions, of all ranks, or a part of its history",
     "pin": "keep a step of the history whatever the policy says",
     "top": "watch a running trainer",
+    "plan": "say what each policy would cost a job, and what failures would undo",
     "timeline": "show where the time of a traced run went",
     "health": "show what this machine tells of failures to come",
     "demo": "train, kill, restart and compare with an uninterrupted run",

@@ -11,6 +11,7 @@ _VERSION = 1
 _FIRST = 16  # losses that set the first level, and what is usual between two
 _LEAST = 64  # losses without which nothing is said
 _BINS = 8  # per octave of time
+_LAST = 6  # bins whose slope is how fast it falls now: more lag behind, fewer are noise
 _STEP = 1 / 32  # by which level and deviation follow a loss
 _CLIP = 8.0  # deviations from the level, beyond which a loss counts as that
 _MOST = 1e150  # so that sums of squares are finite
@@ -103,7 +104,9 @@ class LossCurve:
         # The mean of the first 16 is itself off by half of that.
         if gained <= self.deviation / 2:
             return None
-        points = [(each.log_time / each.losses, each.loss / each.losses) for each in self.bins]
+        points = [
+            (each.log_time / each.losses, each.loss / each.losses) for each in self.bins[-_LAST:]
+        ]
         slopes = [
             (y - points[j][1]) / (x - points[j][0])
             for i, (x, y) in enumerate(points)

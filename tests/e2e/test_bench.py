@@ -40,6 +40,8 @@ _MAIN = {
     "busy": "stall",
     "recovery": "recovery",
     "restart": "restart_s",
+    "policies": "ratio",
+    "policies_real": "overhead",
     "ranks": "extra",
     "commit_ranks": "commit",
     "restore_ranks": "restore",

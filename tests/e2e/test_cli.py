@@ -7,6 +7,7 @@ import importlib
 import json
 import os
 import re
+import types
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,9 @@ import lightck
 from lightck.cli.main import main
 from lightck.examine import check, contents
 from lightck.load import load_tensors
+from lightck.policy.failure_record import FailureRecord
 
-_COMMANDS = ["ls", "inspect", "verify", "export", "rm", "top", "timeline", "demo", "chaos"]
+_COMMANDS = ["ls", "inspect", "verify", "export", "rm", "top", "plan", "timeline", "demo", "chaos"]
 
 
 class Tied(nn.Module):
@@ -393,3 +395,37 @@ def test_the_main_help_names_every_command(capsys: Any) -> None:
 
 def _equal(a: dict[str, Any], b: dict[str, Any]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+# ---- plan ----------------------------------------------------------------------------------------
+
+
+def test_plan_takes_what_a_run_has_learned(
+    trained: Trained, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record = FailureRecord().ran(7200.0, 1).failed(recovered=False).ran(60.0, 1)
+    learned = {"cost_s": 0.25, "persist_s": 1.5, "quiet_s": 0.75, "failures": record.to_plain()}
+    found = contents(trained.path, "latest")
+    text = json.dumps(learned)
+    monkeypatch.setattr(
+        "lightck.examine.contents", lambda *_: types.SimpleNamespace(learned=text, found=found)
+    )
+    words = ["plan", "--json", "--days", "1", "--policy", "auto", str(trained.path)]
+    assert main(words) == 0
+    document = json.loads(capsys.readouterr().out)
+    job = document["job"]
+    assert (job["cost_s"], job["persist_s"], job["step_s"]) == (0.25, 1.5, 0.75)
+    assert job["sources"]["cost_s"].startswith("measured") and job["state_bytes"] > 0
+    assert job["sources"]["restart_s"] == "assumed"
+    assert "learned from 1 failures" in document["failures"]
+    assert document["rows"][0]["mtbf_s"] == pytest.approx(7260.0, rel=0.01)
+    assert main([*words, "--cost", "2"]) == 0
+    assert json.loads(capsys.readouterr().out)["job"]["cost_s"] == 2.0
+    text = '{"damaged'
+    assert main(words) == 0
+    assert json.loads(capsys.readouterr().out)["job"]["sources"]["cost_s"] == "assumed"
+
+
+def test_plan_of_no_run_is_refused(tmp_path: Path, capsys: Any) -> None:
+    assert main(["plan", str(tmp_path)]) == 2
+    assert "no lightck region" in capsys.readouterr().err

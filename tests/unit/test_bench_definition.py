@@ -142,5 +142,9 @@ def test_every_requirement_on_speed_has_a_target() -> None:
     suite += 4 * [1.0] + [0.00035]  # small states and many tensors, no dearer than a copy
     suite += [0.27]  # issue 25's: written by the update, over its own steps that are not due
     busy = [0, 1.25] + [0, 3, 1]  # issue 22's, beside loader workers and beside hogs
-    assert bounds == sorted([*ratios, 64 << 20, 64 << 20, *ranks, *failures, *four, *suite, *busy])
+    # Issue 29's: budgets, a CPU taken away, auto in minutes and an hour; what is simulated.
+    real = 2 * [0.035, 0.045, 0.5] + 2 * [0, 60] + [0.01] + 2 * [0.01, 1.2, 0.8]
+    played = 4 * [1.1] + 2 * [0.45, 1.1] + [1.0] + [0.9, 0.8, 1.0, 0.42] + 2 * [1.0]
+    found = [*ratios, 64 << 20, 64 << 20, *ranks, *failures, *four, *suite, *busy, *real, *played]
+    assert bounds == sorted(found)
     assert not [t.row for t in rows if t.unavailable]

@@ -47,9 +47,9 @@ def _progress(
     ("loss", "bands"),
     [
         # True are .880, .671, .224; and .099, .066, .043.
-        # Of the first, 60 seeds gave .72 +- .13, .61 +- .03.
-        (_exponential, [(0.3, 1.15), (0.52, 0.71), (0.3, 0.36)]),
-        (_power, [(0.1, 0.17), (0.06, 0.13), (0.045, 0.07)]),
+        # Of the first, 60 seeds gave .80 +- .23, .65 +- .04, .303 +- .008.
+        (_exponential, [(0.15, 1.3), (0.57, 0.77), (0.27, 0.34)]),
+        (_power, [(0.06, 0.18), (0.06, 0.11), (0.045, 0.065)]),
     ],
 )
 def test_progress_of_a_loss_that_falls(
@@ -67,9 +67,9 @@ def test_spikes_and_nan_change_little(seed: int) -> None:
         return math.nan if step % 97 == 0 else 20 * value if step % 131 == 0 else value
 
     first, second, third = _progress(_exponential, (1_000, 3_000, 10_000), seed, spoil=spoil)
-    assert first is not None and 0.3 <= first <= 1.2
-    assert second is not None and 0.52 <= second <= 0.72
-    assert third is not None and 0.3 <= third <= 0.36
+    assert first is not None and 0.3 <= first <= 1.45
+    assert second is not None and 0.57 <= second <= 0.78
+    assert third is not None and 0.27 <= third <= 0.34
 
 
 @pytest.mark.parametrize("seed", _SEEDS)
