@@ -44,8 +44,8 @@ event_time in days and event_type; or as somebody has published:
 
 {pairs([(name, each.source) for name, each in PUBLISHED.items()], "  ")}
 
-{100 * (1 - UNSAVED):.0f} % of them are saved just in time, at the last complete step; none with
---no-jit.
+{100 * (1 - UNSAVED):.0f} % of them are saved just in time, at the last complete step;
+none with --no-jit.
 
 Of each policy: mean time from one snapshot to the next, snapshots per hour, and the shares of the
 time that are stall, rework (training undone), restarts, and training that is there at the end

@@ -50,10 +50,12 @@ def _over_intervals(axes: Any, rows: Sequence[Row], costs: Costs) -> None:
     most = 4 * max([every for every, _ in shown] + [waste_of(costs, mtbf_s).interval_s])
     line = [(x, y) for x in _spaced(least, most) if (y := formula(costs, mtbf_s, x))]
     axes.plot([x for x, _ in line], [100 * y for _, y in line], color=_LINES[0], label="formula")
-    for every_s, row in shown:
+    for i, (every_s, row) in enumerate(shown):
         at = every_s, 100 * (1 - row.outcome.goodput)
         axes.plot(*at, "o", color=_INK, markersize=6)
-        axes.annotate(row.policy, at, xytext=(6, 6), textcoords="offset points", color=_INK)
+        axes.annotate(
+            row.policy, at, xytext=(6, (6, -14)[i % 2]), textcoords="offset points", color=_INK
+        )
     axes.set_xlabel("seconds from one snapshot to the next", color=_FAINT)
     axes.set_title(f"A failure every {in_units(mtbf_s)}", loc="left", weight="bold", color=_INK)
 

@@ -370,8 +370,6 @@ class _Play:
         self.snapshots += times
         self.step += times * steps
         self.time_s += times * took_s
-        # The one before this is all that counts if this one is lost.
-        self.saved = _Point(self.step - steps, self.time_s - took_s)
         if self.quiet_age >= _LONG:
             self.quiet_age += times * steps
         self.last = self._moment()

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pytest
 
-from lightck.policy import AtSteps, EverySeconds, EverySteps, parse
+from lightck.policy import AtSteps, EverySeconds, EverySteps, parse, simulation
 from lightck.policy.failure_record import FailureRecord
 from lightck.policy.formulas import Waste
 from lightck.policy.simulation import (
@@ -33,18 +33,11 @@ def _failures(mtbf_s: float, seed: int, unsaved: float = 1.0) -> Iterator[Played
         yield PlayedFailure(time_s, chance.random() >= unsaved)
 
 
-@dataclass
-class _Asked:
-    """A policy that the simulator knows nothing of, so that it asks at every step."""
-
-    policy: Policy
-
-    def due(self, moment: Moment) -> bool:
-        return self.policy.due(moment)
-
-    @property
-    def needs(self) -> frozenset[str]:
-        return frozenset(getattr(self.policy, "needs", ()))
+def _asked_always(policy: Policy, *given: Any, **more: Any) -> PlayedRun:
+    """Play with every step asked about."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(simulation, "_REGULAR", ())
+        return simulate(policy, *given, **more)
 
 
 def _step_by_step(
@@ -116,18 +109,40 @@ def test_what_is_played_in_leaps_is_what_comes_of_single_steps(
         opened, lost = _step_by_step(policy, costs, endless, 4096.0)
         played = simulate(policy, costs, failures, 4096.0)
         assert (played.snapshots, list(played.lost_s)) == (len(opened), lost)
-        assert played == simulate(_Asked(policy), costs, failures, 4096.0)
+        assert played == _asked_always(policy, costs, failures, 4096.0)
 
 
-@pytest.mark.parametrize("words", ["auto", "quality", "auto or 600 steps", "hybrid mtbf 1 h"])
+_LEARNING = ("auto", "quality", "auto or 600 steps", "hybrid mtbf 1 h", "quality mtbf 30 s")
+
+
+@pytest.mark.parametrize("words", _LEARNING)
 def test_what_is_learned_does_not_depend_on_leaps(words: str, rng: np.random.Generator) -> None:
     policy = parse(words)
     costs = Costs(0.25, 0.0625, 1.25, 64.0, jit=Jit(), loss=lambda t: 1 / (1 + t / 600))
     failures = [PlayedFailure(t * 1800.0, bool(rng.random() < 0.7)) for t in range(1, 9)]
     symptoms = [PlayedSymptom(5000.0, 6200.0, "link"), PlayedSymptom(5600.0, 9000.0, "memory")]
     leaps = simulate(policy, costs, failures, 16384.0, symptoms=symptoms)
-    asked = simulate(_Asked(policy), costs, failures, 16384.0, symptoms=symptoms)
+    asked = _asked_always(policy, costs, failures, 16384.0, symptoms=symptoms)
     assert leaps == asked
+
+
+def test_no_loss_is_missed_where_many_snapshots_are_alike() -> None:
+    costs = Costs(0.25, 1 / 1024, 0.0, 64.0, jit=Jit(), loss=lambda t: math.exp(-t / 3000))
+    failures = [PlayedFailure(1800.0 * t) for t in range(1, 12)]
+    leaps = simulate(parse("quality"), costs, failures, 22000.0)
+    assert leaps == _asked_always(parse("quality"), costs, failures, 22000.0)
+
+
+def test_a_symptom_brings_snapshots_closer_until_it_is_over() -> None:
+    costs = Costs(0.25, 0.0625, 0.25)
+
+    def snapshots(*symptoms: PlayedSymptom) -> int:
+        return simulate(parse("auto"), costs, [], 7200.0, symptoms=symptoms).snapshots
+
+    quiet, short = snapshots(), snapshots(PlayedSymptom(3600.0, 4200.0, "memory"))
+    twice = snapshots(*2 * [PlayedSymptom(3600.0, 4200.0, "memory")])
+    assert quiet < short < twice
+    assert short < snapshots(PlayedSymptom(3600.0, 7200.0, "memory"))
 
 
 def _expected(every_s: float, first_s: float, costs: Costs, mtbf_s: float) -> float:
