@@ -396,7 +396,8 @@ class _Parts:
             own = record is not None and record.step == step
             just_in_time = not own or bool(record is not None and record.flags & RECORD_JIT)
             page = stats_page.read(region.native)
-            state.follows(page, step, just_in_time=just_in_time)
+            in_place = known.restored_from == region.place.path
+            state.follows(page, step, just_in_time=just_in_time, in_place=in_place)
         return state
 
     def _watch_symptoms(

@@ -91,8 +91,8 @@ class Handle:
         self.stats()
         _handles.add(self)
         atexit.register(self._at_exit)
+        triggers.register(self._failed)
         if self._rescue is not None:
-            triggers.register(self._failed)
             self._watch(self._rescue)
         region = self.region
         takes = f"{region.info.slot_count} slots x {region.slot_bytes} bytes"
@@ -326,7 +326,6 @@ class Handle:
         if error is None or (triggers.is_success(error) and not signalled):
             self.close()
             return
-        self._checkpointer.publisher.failed(error or SystemExit())
         self._failed(error)
         try:
             if not self._inherited:
@@ -345,7 +344,10 @@ class Handle:
 
     def _failed(self, error: BaseException) -> None:
         """Save the last step for an exception that leaves the training; the exception goes on."""
-        if self._rescue is None or self._closed or self._inherited:
+        if self._closed or self._inherited:
+            return
+        self._checkpointer.publisher.failed(error)
+        if self._rescue is None:
             return
         self._failed_at = self.step
         saved = self._save(type(error).__name__)

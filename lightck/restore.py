@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any, Literal, Never, SupportsIndex
 
 from torch import nn
@@ -65,6 +66,8 @@ class ModelProgress:
     """Names of the extras in the snapshots that the model continues."""
     learned: str | None = None
     """What policies have learned until then."""
+    restored_from: Path | None = None
+    """The place of the snapshot that was restored last; None since a handle has left the model."""
     pending: list[SavedOptimizer] = field(default_factory=list)
     """Restored state of optimizers that have not been found yet."""
     arrangements: dict[str, ddp_buckets.Arrangement] | None = None
@@ -91,6 +94,7 @@ class ModelProgress:
         `learned`: what policies have learned until then.
         """
         self.step, self.early, self.learned = step, False, learned or self.learned
+        self.restored_from = None
         self.attached.remove(steps)
 
 
@@ -239,6 +243,7 @@ def _note_progress(state: ModelProgress, attempt: RestoreAttempt, filler: StateF
     _carry_on(attempt, snapshot, state.continuation)
     state.step, state.pending = key.step, filler.pending
     state.restored = (key.timeline, key.step)
+    state.restored_from = attempt.survey.where.path
     state.early = snapshot.early
     state.extras = frozenset(name for name in (*first, *second) if not is_own(name))
     learned = boundary_codec.rebuild(first.get(POLICY, {}))

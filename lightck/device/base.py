@@ -57,6 +57,12 @@ class Device(Protocol):
                 device. Both must live, and keep their memory, until the event has passed.
         """
 
+    def fetch(self, source: torch.Tensor) -> tuple[torch.Tensor, DeviceEvent]:
+        """Copy a small tensor into pinned DRAM, on the calling thread's stream.
+
+        Returns the copy, and an event behind it; the source may be overwritten or freed at once.
+        """
+
     def empty(
         self, shape: Sequence[int], dtype: torch.dtype, strides: Sequence[int]
     ) -> torch.Tensor:

@@ -11,7 +11,7 @@ from lightck.loop.policy_state import PolicyState
 from lightck.loop.step_times import StepTimes
 from lightck.pipeline.commit_barrier import CommitBarrier
 from lightck.policy import AnyOf, OnBest
-from lightck.policy.combination import interval_of, why_of
+from lightck.policy.combination import interval_of, needs_of, single_policies, why_of
 from lightck.types import Moment, Policy
 
 _TOLD_S = 1.0
@@ -70,6 +70,12 @@ class DueCheck:
     _tell_at_s: float = 0.0
     _told_s: float | None = None
     """The interval that was told last."""
+    _holds: bool = field(init=False)
+    """True if every part of the policy takes nothing while the loss is no number."""
+
+    def __post_init__(self) -> None:
+        """Look at the policy's parts."""
+        self._holds = all("loss" in needs_of(part) for part in single_policies(self.policy))
 
     @property
     def step_s(self) -> float | None:
@@ -128,8 +134,7 @@ class DueCheck:
             self.overdue = False
             return due
         moment = self._asked = self._moment(step, measured)
-        due = self.barrier.due(moment, self.policy) or self.overdue
-        due = due or (wanted and self.barrier.request(step))
+        due = self._is_due(moment) or (wanted and self.barrier.request(step))
         if self.state is not None:
             self.state.metrics_asked()
         if due:
@@ -138,6 +143,14 @@ class DueCheck:
         self._answer = step, due
         self._tell(moment)
         return due
+
+    def _is_due(self, moment: Moment) -> bool:
+        due = self.barrier.due(moment, self.policy)
+        if moment.finite or not self._holds:
+            return due or self.overdue
+        if due:  # rank 0 had announced it while the loss was a number
+            self.barrier.lost(moment.step, "the loss is no number")
+        return False
 
     def _moment(self, step: int, measured: Measured) -> Moment:
         now, times, state, last = time.monotonic(), self.times, self.state, self._last

@@ -195,7 +195,7 @@ class Hooks:
             register_optimizer_step_post_hook(ends),
         ]
         self._install_gradients(at_gradient, every_layer)
-        _observe(torch.amp.GradScaler, "step", listener, _scaler_step)
+        observe(torch.amp.GradScaler, "step", listener, _scaler_step)
         lookahead.watch()
         lookahead.listeners.add(listener)
         for loader in self.loaders:
@@ -203,7 +203,7 @@ class Hooks:
         kinds = {type(each) for each in self.loaders if not isinstance(each, data_loaders.Telling)}
         for kind in kinds | {DataLoader}:
             if hasattr(kind, "__iter__"):
-                _observe(kind, "__iter__", listener, _iterating)
+                observe(kind, "__iter__", listener, _iterating)
         if self._armed:
             self.arm_forward()
 
@@ -272,24 +272,33 @@ class Hooks:
         lookahead.listeners.discard(self._listener)
         for loader in self.loaders:
             data_loaders.ignore(loader, self._listener)
-        for observed in _observed.values():
-            observed.listeners.discard(self._listener)
+        ignore(self._listener)
 
 
 @dataclass(eq=False)
 class _Observed:
-    """Listeners to a method of a class that no hook of torch covers."""
+    """Listeners to a function that no hook of torch covers."""
 
     listeners: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
 
 
-_observed: dict[tuple[type, str], _Observed] = {}
-"""Methods that are wrapped, each once per process; without listeners a wrapper only calls them."""
+_observed: dict[tuple[Any, str], _Observed] = {}
+"""All that is wrapped, each once per process; without listeners a wrapper only calls through."""
 
 
-def _observe(
-    kind: type, name: str, listener: Listener, around: Callable[..., Callable[..., Any]]
+def observe(
+    kind: Any, name: str, listener: object, around: Callable[..., Callable[..., Any]]
 ) -> None:
+    """Wrap a function of a class or module, once for the process, and add a listener to it.
+
+    The wrapper stays for good, since others may have wrapped it, too.
+
+    Args:
+        kind: the class or module.
+        name: the function's name there.
+        listener: who is told; it is kept weakly, until `ignore`.
+        around: makes the wrapper of the function and of the set of its listeners.
+    """
     key = (kind, name)
     if key not in _observed:
         _observed[key] = _Observed()
@@ -300,6 +309,12 @@ def _observe(
         wrapper.__name__, wrapper.__doc__ = name, original.__doc__
         setattr(kind, name, wrapper)
     _observed[key].listeners.add(listener)
+
+
+def ignore(listener: object) -> None:
+    """Tell a listener no more of any function that is wrapped; idempotent."""
+    for observed in _observed.values():
+        observed.listeners.discard(listener)
 
 
 def _scaler_step(

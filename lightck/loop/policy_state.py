@@ -28,7 +28,7 @@ from lightck.types import Hazard, Policy
 _VERSION = 1
 _RENEWED_S = 1.0
 _LONGEST_BYTES = 4096
-_ROUND_BYTES = 512  # the text is that long, or a multiple, so that it seldom needs more room
+_ROUND_BYTES = 2048  # the text is that long, or twice, so that it seldom needs more room
 _LEAST_STEPS = 2  # a life that ended before was no failure of machines: a mistake in the script
 _LONGEST_NAME = 64
 _MOST_METRICS = 16
@@ -58,12 +58,13 @@ class SavedPolicyState:
 
     def __init__(self, text: str | None) -> None:
         """Begin with what a snapshot had, or an earlier handle left; None: with nothing."""
-        self.state: dict[str, Any] = {} if text is None else {"json": text}
+        # Blanks in its place: attach plans the room for what is saved later.
+        self.state = {"json": " " * _ROUND_BYTES if text is None else text}
 
     @property
     def text(self) -> str | None:
         """Return the text; None: nothing is known yet."""
-        return self.state.get("json")
+        return None if self.state["json"].isspace() else self.state["json"]
 
     @property
     def extra(self) -> Extra:
@@ -113,6 +114,7 @@ class PolicyState:
         self._needs = needs_of(policy)
         believed = [p.mtbf_s for p in parts if isinstance(p, Auto) and p.mtbf_s is not None]
         self._mtbf_s = min(believed, default=None)
+        self._decisive = {p.metric for p in parts if isinstance(p, OnBest)}
         self.began_ns = time.time_ns()
         """When this life began: it names the life on the statistics page and in snapshots."""
         values = self._read(saved.text)
@@ -150,17 +152,26 @@ class PolicyState:
 
     # ---- what attach tells -----------------------------------------------------------------------
 
-    def follows(self, page: stats_page.Reading, restored_step: int, *, just_in_time: bool) -> None:
+    def follows(
+        self,
+        page: stats_page.Reading,
+        restored_step: int,
+        *,
+        just_in_time: bool,
+        in_place: bool,
+    ) -> None:
         """Count the life before this one, and the failure that ended it, if one did.
 
         Args:
             page: the region's statistics page, as that life left it.
             restored_step: the step that this life goes on from.
             just_in_time: whether that was saved at the failure.
+            in_place: the state was restored, and from this very place. Else the run goes on from
+                what it has in memory, or somewhere else: a region without a page is a new one.
         """
         said = page.numbers
         if page.process is None:
-            if self._goes_on:  # the region went with its host
+            if self._goes_on and in_place:  # the region went with its host
                 self._record = self._record.failed(recovered=False, world=self._world)
                 self._save()
             return
@@ -168,10 +179,10 @@ class PolicyState:
         if said["began_ns"] == self._life:
             ran_s -= self._ran_s
         self._record = self._record.ran(ran_s, self._world)
-        steps = said["step"] - said["began_step"]
-        failed = said["ended"] in (stats_page.GONE, stats_page.FAILED) and steps >= _LEAST_STEPS
-        if failed and page.process != stats_page.Process.this():
-            recovered = just_in_time and said["step"] - restored_step <= 1
+        steps, error = said["step"] - said["began_step"], said["ended"] == stats_page.FAILED
+        another = in_place or page.process != stats_page.Process.this()
+        if (error or said["ended"] == stats_page.GONE) and another and steps >= _LEAST_STEPS:
+            recovered = (just_in_time or error) and said["step"] - restored_step <= 1
             self._record = self._record.failed(recovered=recovered, world=self._world)
         self._save()  # before the first step: a life that ends soon has told of the one before
 
@@ -234,7 +245,7 @@ class PolicyState:
                 "version": _VERSION,
                 "failures": self._record.to_plain(),
                 "curve": None if self._curve is None else self._curve.to_plain(),
-                "extremes": {name: list(both) for name, both in self.extremes.items()},
+                "extremes": self._kept_extremes(),
                 "cost_s": self.known_cost_s,
                 "persist_s": self.known_persist_s,
                 "active_s": self._active_s,
@@ -257,8 +268,12 @@ class PolicyState:
             if value == value:
                 least, most = self.extremes.get(name, (value, value))
                 self.extremes[name] = min(least, value), max(most, value)
-        for name in [*self.extremes][:-_MOST_METRICS]:
-            del self.extremes[name]
+
+    def _kept_extremes(self) -> dict[str, list[float]]:
+        """Return the extremes that a snapshot has: first those that the policy goes by."""
+        short = [name for name in self.extremes if len(name) <= _LONGEST_NAME]
+        names = sorted(short, key=lambda name: name not in self._decisive)[:_MOST_METRICS]
+        return {name: list(self.extremes[name]) for name in names}
 
     @property
     def risk(self) -> str:

@@ -26,7 +26,7 @@ from lightck.types import Stats
 
 # ---- time that the training thread spends in lightck, by cause -----------------------------------
 
-_LAST = 9  # snapshots whose cost counts
+_LAST = 5  # snapshots whose cost counts: three show that the machine has changed
 _NESTED = nullcontext()
 
 
@@ -115,6 +115,7 @@ class StatusPublisher:
     began_ns: int | None = None
     """When this life began, as the policies' state has it; None: now."""
     _ended: int = CLOSED
+    _published: bool = False
 
     def __post_init__(self) -> None:
         """Open the statistics page."""
@@ -178,7 +179,7 @@ class StatusPublisher:
     def publish(self, *, ended: int = GONE) -> None:
         """Publish the statistics for `lightck top`; takes a few microseconds."""
         reporter, record = self.outcomes.reporter, self.pipeline.region.continued
-        counters = self.pipeline.counters
+        counters, self._published = self.pipeline.counters, True
         captured, committed = counters.last_captured_step, counters.last_committed_step
         try:
             self._page.publish(
@@ -201,7 +202,8 @@ class StatusPublisher:
 
     def ended(self) -> None:
         """Publish the last statistics and log the last summary, while the pool is still there."""
-        self.publish(ended=self._ended)
+        if self._published:  # else attach has failed: the page is the last word of a life before
+            self.publish(ended=self._ended)
         self._summary.tell()
 
 

@@ -13,6 +13,7 @@ from collections import deque
 _STEPS = 31
 _LEAST = 8
 _SNAPSHOTS = 9
+_NO_QUIET = 1 << 20  # steps: as if none had ever been quiet
 _OVERHEAD_S = 300.0
 
 
@@ -45,7 +46,6 @@ class StepTimes:
     Attributes:
         step_s: median seconds of the last steps; None before the second.
         quiet_s: the same of those without a snapshot beside them; None while there was none.
-        quiet_age: steps since there was such a one.
 
     Used by the training thread, once per step; takes a few microseconds.
     """
@@ -54,8 +54,8 @@ class StepTimes:
         """Begin without a measurement."""
         self.step_s: float | None = None
         self.quiet_s: float | None = None
-        self.quiet_age = 0
-        self._all, self._quiet, self._busy = _Median(), _Median(), _Median()
+        self._age = self._ever_busy = 0
+        self._all, self._quiet, self._slower = _Median(), _Median(), _Median()
         self._before: tuple[float, float, int, bool] | None = None
         """Time, stalled seconds, snapshots and whether one was on its way, when a step ended."""
         self._busy_steps = 0
@@ -88,16 +88,29 @@ class StepTimes:
         self._all.add(step_s)
         self.step_s = self._all.value
         if in_flight or before[3] or new:
-            self._busy.add(net_s)
+            if self.quiet_s:
+                # In quiet steps of that time: a machine that becomes slower slows down both.
+                self._slower.add(net_s / self.quiet_s)
             self._busy_steps += 1
-            self.quiet_age += 1
+            self._age += 1
+            self._ever_busy += 1
         else:
             self._quiet.add(net_s)
-            self.quiet_s, self.quiet_age = self._quiet.value, 0
+            self.quiet_s, self._age = self._quiet.value, 0
         if new:
             self._per_snapshot.append(self._busy_steps)
             self._busy_steps = 0
         return step_s
+
+    @property
+    def quiet_age(self) -> int:
+        """Return the steps since a quiet one; very many until enough are known to compare with.
+
+        A policy then leaves some snapshots out, also one that would take each step's from the
+        first on: what they cost shows in no other way.
+        """
+        few = self._quiet.count < _LEAST <= self._ever_busy
+        return _NO_QUIET if few else self._age
 
     def cost_s(self, stall_s: float | None) -> float | None:
         """Return what one snapshot adds to the training, in seconds; None until that is known.
@@ -113,10 +126,10 @@ class StepTimes:
 
         It is 0 until there are enough steps of both kinds to compare.
         """
-        if min(self._busy.count, self._quiet.count) < _LEAST or not self._per_snapshot:
+        if min(self._slower.count, self._quiet.count) < _LEAST or not self._per_snapshot:
             return 0.0
         steps = sum(self._per_snapshot) / len(self._per_snapshot)
-        return steps * max(0.0, self._busy.value - self._quiet.value)
+        return steps * max(0.0, self._slower.value - 1.0) * self._quiet.value
 
     def spent(self, now_s: float, cost_s: float | None, snapshots: int) -> None:
         """Note that so many snapshots have been captured since the last call, at that cost."""

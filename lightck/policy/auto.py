@@ -60,8 +60,8 @@ class Auto(Combinable):
 
     @property
     def needs(self) -> frozenset[str]:
-        """Return what the moment must hold: the hazard, with symptoms of it unless not watched."""
-        return frozenset({"hazard", "health"} if self.watch else {"hazard"})
+        """Return what the moment must hold: hazard and loss, and symptoms unless not watched."""
+        return frozenset({"hazard", "loss", *(["health"] if self.watch else [])})
 
     def interval_s(self, moment: Moment) -> float | None:
         """Return the seconds from one snapshot to the next; None while no cost is known."""

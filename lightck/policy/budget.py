@@ -38,6 +38,11 @@ class Budget(Combinable):
     def __post_init__(self) -> None:
         checks.share("budget", self.share)
 
+    @property
+    def needs(self) -> frozenset[str]:
+        """Return what the moment must hold: the loss, for nothing is due while it is no number."""
+        return frozenset({"loss"})
+
     def steps(self, moment: Moment) -> int | None:
         """Return the steps from one snapshot to the next; None while not known."""
         step_s = moment.quiet_s or moment.step_s

@@ -160,6 +160,11 @@ class Hybrid(Combinable):
         checks.positive_number("mtbf_s", self.mtbf_s)
         checks.share("unrecoverable", self.unrecoverable)
 
+    @property
+    def needs(self) -> frozenset[str]:
+        """Return what the moment must hold: the loss, for nothing is due while it is no number."""
+        return frozenset({"loss"})
+
     def interval_s(self, moment: Moment) -> float | None:
         """Return the seconds from one snapshot to the next; None while no cost is known."""
         if moment.cost_s is None:

@@ -36,11 +36,6 @@ class Quality(Auto):
         ConfigError: an argument is not of the kind that `Auto` takes.
     """
 
-    @property
-    def needs(self) -> frozenset[str]:
-        """Return what the moment must hold: what `Auto` needs, and the loss."""
-        return super().needs | {"loss"}
-
     def _stretch(self, moment: Moment) -> float:
         if moment.progress is None:
             return 1.0

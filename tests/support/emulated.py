@@ -315,6 +315,19 @@ class EmulatedDevice:
         self.run(work)
         return made
 
+    def fetch(self, source: torch.Tensor) -> tuple[torch.Tensor, Event]:
+        self._check()
+        place = torch.full(source.shape, float("-inf"), dtype=source.dtype)
+        there, size, target = source.data_ptr(), source.nbytes, place.data_ptr()
+
+        def work(
+            held: torch.Tensor = place,
+        ) -> None:  # until then, as torch does
+            ctypes.memmove(target, there, size)
+
+        self.run(work)
+        return place, self.record_event()
+
     def allocate_spare(self, size: int) -> torch.Tensor | None:
         return self.empty((size,), torch.uint8) if size <= self.spare_bytes else None
 

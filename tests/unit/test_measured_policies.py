@@ -108,12 +108,11 @@ class _Probe:
 
 @pytest.mark.parametrize("kind", [Auto, Quality])
 def test_auto_says_what_it_needs(kind: type[Auto]) -> None:
-    more = {"loss"} if kind is Quality else set()
-    assert kind().needs == {"hazard", "health"} | more
-    assert kind(watch=False).needs == {"hazard"} | more
+    assert kind().needs == {"hazard", "loss", "health"}
+    assert kind(watch=False).needs == {"hazard", "loss"}
     probe = _Probe()
     assert kind(watch=[probe]).watch == (probe,)  # type: ignore[arg-type]
-    assert kind(watch=(probe,)).needs == {"hazard", "health"} | more
+    assert kind(watch=(probe,)).needs == {"hazard", "loss", "health"}
     # Ranks compare their policies; probes are each rank's own.
     assert kind(watch=(probe,)) == kind()
     assert repr(kind(watch=(probe,))) == repr(kind())
@@ -362,6 +361,7 @@ def test_combinations_need_what_their_parts_do_and_have_the_interval_that_decide
     assert nothing.interval_s(moment) is None
     assert nothing.why(moment) == ""
     assert (nothing | Quality(watch=False)).needs == {"hazard", "loss"}
+    assert (nothing | Budget()).needs == (nothing & Hybrid(mtbf_s=60)).needs == {"loss"}
     assert list(single_policies(AnyOf(EverySteps(3), both))) == [EverySteps(3), *both.policies]
 
 
