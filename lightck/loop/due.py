@@ -176,7 +176,7 @@ class DueCheck:
         )
         if state is None:
             return moment
-        state.cost_known(cost_s, persist_s)
+        state.cost_known(cost_s, persist_s, times.quiet_s)
         state.step_ended(step, step_s, times.step_s)
         return replace(
             moment,

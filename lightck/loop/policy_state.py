@@ -132,6 +132,10 @@ class PolicyState:
         """Seconds of training since the run began, over all lives."""
         self._life, self._ran_s = values.get("life"), _seconds(values.get("ran_s")) or 0.0
         """The life that saved this, and how much of it is in the record."""
+        self._were_active = _counts(values.get("active"))
+        """The symptoms that were there then: they may have caused the failure that followed."""
+        self._active: Mapping[str, float] = {}
+        self._quiet_s = _seconds(values.get("quiet_s"))
         self._began_s = self._active_s
         self._recorded_s = self._active_s
         self._renew_at_s = -math.inf
@@ -172,19 +176,24 @@ class PolicyState:
         said = page.numbers
         if page.process is None:
             if self._goes_on and in_place:  # the region went with its host
-                self._record = self._record.failed(recovered=False, world=self._world)
+                self._fail(recovered=False, active=self._were_active)
                 self._save()
             return
         ran_s = (said["updated_ns"] - said["began_ns"]) / 1e9
+        active: Mapping[str, float] = {}
         if said["began_ns"] == self._life:
             ran_s -= self._ran_s
+            active = self._were_active
         self._record = self._record.ran(ran_s, self._world)
         steps, error = said["step"] - said["began_step"], said["ended"] == stats_page.FAILED
         another = in_place or page.process != stats_page.Process.this()
         if (error or said["ended"] == stats_page.GONE) and another and steps >= _LEAST_STEPS:
             recovered = (just_in_time or error) and said["step"] - restored_step <= 1
-            self._record = self._record.failed(recovered=recovered, world=self._world)
+            self._fail(recovered=recovered, active=active)
         self._save()  # before the first step: a life that ends soon has told of the one before
+
+    def _fail(self, *, recovered: bool, active: Mapping[str, float]) -> None:
+        self._record = self._record.failed(recovered=recovered, world=self._world, active=active)
 
     def watch(self, symptoms: Symptoms) -> None:
         """Look at these symptoms from now on."""
@@ -223,7 +232,7 @@ class PolicyState:
 
     def _learn(self) -> None:
         """Say anew what is to be expected; takes about 50 us, once a second."""
-        active = self._symptoms.active() if self._symptoms is not None else {}
+        active = self._active = self._symptoms.active() if self._symptoms is not None else {}
         self._record = self._record.ran(self._active_s - self._recorded_s, self._world, active)
         self._recorded_s = self._active_s
         if "hazard" in self._needs:
@@ -234,8 +243,11 @@ class PolicyState:
             self.progress = self._curve.progress
         self._save()
 
-    def cost_known(self, cost_s: float | None, persist_s: float | None) -> None:
-        """Note what a snapshot costs, for the run's next life."""
+    def cost_known(
+        self, cost_s: float | None, persist_s: float | None, quiet_s: float | None
+    ) -> None:
+        """Note what a snapshot costs, and a quiet step, for the run's next life."""
+        self._quiet_s = self._quiet_s if quiet_s is None else quiet_s
         self.known_cost_s = self.known_cost_s if cost_s is None else cost_s
         self.known_persist_s = self.known_persist_s if persist_s is None else persist_s
 
@@ -248,6 +260,8 @@ class PolicyState:
                 "extremes": self._kept_extremes(),
                 "cost_s": self.known_cost_s,
                 "persist_s": self.known_persist_s,
+                "quiet_s": self._quiet_s,
+                "active": dict(self._active),
                 "active_s": self._active_s,
                 "life": self.began_ns,
                 "ran_s": self._recorded_s - self._began_s,
@@ -285,6 +299,11 @@ def _seconds(value: object) -> float | None:
     if type(value) in (int, float) and 0 <= value < 1e12:  # type: ignore[operator]
         return float(value)  # type: ignore[arg-type]
     return None
+
+
+def _counts(value: object) -> dict[str, float]:
+    found = value if isinstance(value, dict) else {}
+    return {name: float(n) for name, n in found.items() if type(n) in (int, float)}
 
 
 def _extremes(value: object) -> dict[str, tuple[float, float]]:

@@ -172,8 +172,8 @@ def test_the_text_has_its_size_before_the_first_step_and_is_never_long() -> None
 
 def test_costs_and_best_values_are_known_in_the_next_life() -> None:
     state, saved = made()
-    state.cost_known(0.25, 1.5)
-    state.cost_known(None, None)
+    state.cost_known(0.25, 1.5, None)
+    state.cost_known(None, None, None)
     state.report({"loss": 2.0})
     state.metrics_asked()
     state.report({"loss": math.nan, "acc": 1.0})
@@ -307,3 +307,42 @@ def test_the_clock_of_the_module_is_not_needed(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(module, "time", None)
     run(state, 10)
     assert record_of(saved).exposure > 5
+
+
+class _Shown:
+    """Symptoms that are what a test says."""
+
+    risk = ""
+
+    def __init__(self, active: dict[str, float]) -> None:
+        self._active = active
+
+    def active(self) -> dict[str, float]:
+        return self._active
+
+
+def test_a_failure_while_a_symptom_was_there_makes_that_symptom_weigh_more() -> None:
+    def next_hazard(active: dict[str, float]) -> float:
+        before = SavedPolicyState(None)
+        first = PolicyState(Auto(), before, world=1, jit=True, losses=None)
+        first.watch(_Shown(active))
+        for step in range(1, 40):
+            first.step_ended(step, 1.0, 1.0)
+        after = SavedPolicyState(before.text)
+        second = PolicyState(Auto(), after, world=1, jit=True, losses=None)
+        page = Reading(
+            owned=False,
+            process=OTHER,
+            numbers={
+                "began_ns": first.began_ns, "updated_ns": first.began_ns + 40 * 10**9,
+                "began_step": 0, "step": 40, "ended": GONE,
+            },
+        )  # fmt: skip
+        second.follows(page, 0, just_in_time=False, in_place=True)
+        second.watch(_Shown({"link": 1.0}))
+        second.step_ended(1, 1.0, 1.0)
+        assert second.hazard is not None
+        return second.hazard.unrecoverable
+
+    base = next_hazard({"gpu_action": 1.0})
+    assert next_hazard({"link": 1.0}) > base
