@@ -22,6 +22,7 @@ from lightck.errors import (
 )
 from lightck.history import item
 from lightck.load import region_files, row, snapshot_columns
+from lightck.loop.policy_state import text_of
 from lightck.reader.assembly import AssembledSnapshot
 from lightck.region import location
 from lightck.region.backends.select import every_file
@@ -29,8 +30,7 @@ from lightck.region.layout import Entry, Shard
 from lightck.region.medium import GRANULARITIES
 from lightck.region.native_pool import usual_threads
 from lightck.region.region import Candidate, Region, open_and_recover, payload_reads
-from lightck.state import boundary_codec
-from lightck.state.extras import POLICY, is_own
+from lightck.state.extras import is_own
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -162,7 +162,7 @@ def _contents(snapshot: AssembledSnapshot, state: str, ranks: bool = False) -> C
         table.drop_columns(unused),
         tuple(sorted(n for n in {*first["extras"], *second["extras"]} if not is_own(n))),
         tuple(tree["class"] for tree in second["optimizers"]),
-        boundary_codec.rebuild(first["extras"].get(POLICY, {})).get("json"),
+        text_of(first["extras"]),
     )
 
 

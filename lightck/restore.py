@@ -27,6 +27,7 @@ from lightck.distributed.restore.survey import RegionSurvey
 from lightck.errors import ConfigError, LightckError
 from lightck.events import event
 from lightck.loop.hooks import before_next_forward
+from lightck.loop.policy_state import text_of
 from lightck.loop.steps import Steps
 from lightck.reader.assembly import AssembledSnapshot, Snapshot
 from lightck.reader.fill import SavedOptimizer, StateFiller
@@ -35,7 +36,7 @@ from lightck.region.native_region import Record
 from lightck.region.region import Continuation
 from lightck.state import boundary_codec, rng
 from lightck.state.arguments import check, refuse_unknown
-from lightck.state.extras import POLICY, is_own, parse
+from lightck.state.extras import is_own, parse
 from lightck.state.inventory import Inventory
 from lightck.state.module_extra_state import extra_states
 from lightck.state.modules import innermost
@@ -246,8 +247,7 @@ def _note_progress(state: ModelProgress, attempt: RestoreAttempt, filler: StateF
     state.restored_from = attempt.survey.where.path
     state.early = snapshot.early
     state.extras = frozenset(name for name in (*first, *second) if not is_own(name))
-    learned = boundary_codec.rebuild(first.get(POLICY, {}))
-    state.learned = learned.get("json") if isinstance(learned, dict) else None
+    state.learned = text_of(first)
 
 
 def _foreign_reason(attempt: RestoreAttempt, snapshot: Snapshot) -> str:

@@ -78,6 +78,13 @@ class SavedPolicyState:
             self.state["json"] = text.ljust(-(-len(text) // _ROUND_BYTES) * _ROUND_BYTES)
 
 
+def text_of(extras: Mapping[str, Any]) -> str | None:
+    """Return the text that a snapshot's extras have; None: none, empty if it is damaged."""
+    held = extras.get(POLICY)
+    text = held.get("json") if isinstance(held, dict) else None
+    return None if held is None else text if isinstance(text, str) else ""
+
+
 def parsed(text: object) -> dict[str, Any] | None:
     """Return the values of a saved state; None if it is damaged, or a newer version's."""
     try:
