@@ -114,7 +114,7 @@ class Contents:
     optimizers: tuple[str, ...]
     """The classes of the optimizers."""
     learned: str | None = None
-    """What policies have learned until then, as `lightck.loop.policy_state` reads it."""
+    """The policies' state of that step as text, as `lightck.loop.policy_state` reads it."""
 
 
 def contents(

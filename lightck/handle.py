@@ -52,7 +52,7 @@ class Components:
     rescue: JitSaver | None
     """The saver of the last complete step, while the failure path is armed."""
     learned: SavedPolicyState | None
-    """What policies learn, which an attach to the same model goes on from; None: nothing."""
+    """The policies' state, from which an attach to the same model goes on; None: there is none."""
     undo: list[Callable[[], object]]
     """The functions that release the parts; the last one is called first."""
 

@@ -66,7 +66,7 @@ class ModelProgress:
     extras: frozenset[str] = frozenset()
     """Names of the extras in the snapshots that the model continues."""
     learned: str | None = None
-    """What policies have learned until then."""
+    """The policies' state in the snapshot, as text; None: it has none."""
     restored_from: Path | None = None
     """The place of the snapshot that was restored last; None since a handle has left the model."""
     pending: list[SavedOptimizer] = field(default_factory=list)

@@ -20,7 +20,7 @@ _TOLD_FACTOR = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What the engine has measured when a step ends.
+    """The engine's measurements when a step ends.
 
     Attributes:
         stalled_s: seconds that the training thread has spent in lightck so far.
@@ -51,7 +51,7 @@ class DueCheck:
     What the loop has made up for since is in no snapshot then.
     """
     state: PolicyState | None = None
-    """What policies learn from; None if this one learns nothing."""
+    """The policies' state; None if this policy learns nothing."""
     world: int = 1
     """Number of ranks."""
     epoch: int = 0

@@ -1,4 +1,4 @@
-"""What policies learn from while a run goes on: its failures, symptoms, losses and metrics.
+"""Collects all that policies learn from while a run goes on: failures, symptoms, losses, metrics.
 
 It travels in every snapshot, as the extra `@policy`, so that a run that is started again goes on
 with it. What ended the life before stands on the region's statistics page, which that life wrote
@@ -45,7 +45,7 @@ class Symptoms(Protocol):
 
     @property
     def risk(self) -> str:
-        """What threatens the region's medium; empty: nothing."""
+        """Say what threatens the region's medium; empty: nothing."""
         ...
 
     def active(self) -> Mapping[str, float]:
@@ -96,7 +96,7 @@ def parsed(text: object) -> dict[str, Any] | None:
 
 
 class PolicyState:
-    """What policies learn from, as of the last step. Used by the training thread."""
+    """The state that policies learn from, as of the last step. Used by the training thread."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""What policies learn travels in every snapshot, in nobody's sight, and never costs a run."""
+"""The policies' state travels in every snapshot, in nobody's sight, and never costs a run."""
 
 from __future__ import annotations
 

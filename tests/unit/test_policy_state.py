@@ -1,4 +1,4 @@
-"""What policies learn goes on over lives, and no damage of it costs a run."""
+"""The policies' state goes on over lives, and no damage of it costs a run."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def made(
 def page(
     began_ns: int, ended: int, *, steps: int = 100, seconds: float = 3600.0, by: Process = OTHER
 ) -> Reading:
-    """What a life leaves on the statistics page."""
+    """All that a life leaves on the statistics page."""
     numbers = {
         "began_ns": began_ns,
         "updated_ns": began_ns + int(seconds * 1e9),

@@ -1,4 +1,4 @@
-"""What a snapshot costs beside its stall is seen in the steps beside which it is written."""
+"""The cost of a snapshot beside its stall is seen in the steps beside which it is written."""
 
 from __future__ import annotations
 
