@@ -91,14 +91,12 @@ def attach(
     the random generators and `extras` make up a snapshot.
 
     Args:
-        model: a module, or several.
-        optimizer: one or several.
+        model, optimizer: one or several of each.
         path: folder for the regions, one per rank (made if only its last part is missing), a
             libpmemobj pool or a devdax device; default `$LIGHTCK_PATH`, else `./lightck-run`.
         *more: nothing; further arguments are given by name.
-        policy: which steps get a snapshot: a number (every so many steps), words (`"auto"`,
-            `"3.5 %"`, `"500 steps or best val_loss"`) or a policy object; None: what `config` says,
-            else `auto`.
+        policy: a number (every so many steps), words (`"3.5 %"`, `"500 steps or best val_loss"`)
+            or a policy object; None: what `config` says, else `"auto"`.
         extras: name to object: state_dict/load_state_dict, generators, dicts of counters. Objects
             that are neither torch's own nor hand out batches need `at_step` or `at_forward`.
         boundary: the optimizer that ends a step, when several step at different rates.
