@@ -287,8 +287,11 @@ class PolicyState:
         """Note that the policy has been asked about the metrics: they are among the others now."""
         for name, value in self.metrics.items():
             if value == value:
-                least, most = self.extremes.get(name, (value, value))
+                before = self.extremes.get(name)
+                least, most = before or (value, value)
                 self.extremes[name] = min(least, value), max(most, value)
+                if name in self._decisive and self.extremes[name] != before:
+                    self._renew_at_s = -math.inf  # a life that ends soon has told of it
 
     def _kept_extremes(self) -> dict[str, list[float]]:
         """Return the extremes that a snapshot has: first those that the policy goes by."""
