@@ -57,10 +57,10 @@ class Device(Protocol):
                 device. Both must live, and keep their memory, until the event has passed.
         """
 
-    def fetch(self, source: torch.Tensor) -> tuple[torch.Tensor, DeviceEvent]:
+    def fetch(self, target: torch.Tensor, source: torch.Tensor) -> DeviceEvent:
         """Copy a small tensor into pinned DRAM, on the calling thread's stream.
 
-        Returns the copy, and an event behind it; the source may be overwritten or freed at once.
+        Returns an event behind the copy; the source may be overwritten or freed at once.
         """
 
     def empty(

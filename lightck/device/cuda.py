@@ -146,11 +146,11 @@ class Cuda:
             torch._foreach_copy_(list(targets), list(sources), non_blocking=True)
             return _Event(self.name, self._copying)
 
-    def fetch(self, source: torch.Tensor) -> tuple[torch.Tensor, base.DeviceEvent]:
-        """See `base.Device`. torch keeps the pinned DRAM until the copy is done."""
+    def fetch(self, target: torch.Tensor, source: torch.Tensor) -> base.DeviceEvent:
+        """See `base.Device`."""
         with _told(self.name, "a copy was queued"):
-            place = torch.empty(source.shape, dtype=source.dtype, device="cpu", pin_memory=True)
-            return place.copy_(source, non_blocking=True), self.record_event()
+            target.copy_(source, non_blocking=True)
+        return self.record_event()
 
     def empty(
         self, shape: Sequence[int], dtype: torch.dtype, strides: Sequence[int]

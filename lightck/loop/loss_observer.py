@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import wraps
 from threading import get_ident
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
@@ -20,21 +22,63 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightck.device import lookup
-from lightck.device.base import DeviceEvent
+from lightck.device.base import Device, DeviceEvent
 from lightck.events import event
 from lightck.loop import hooks
 from lightck.loop.hooks import untraced
 
 MOST_WAITING = 8
 """Steps whose losses a device has yet to give; the loss of a further one is not waited for."""
+_SLOTS, _BYTES = 64, 8
+"""Losses that may be on their way from a device, and the bytes of one."""
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
-class _Copied(NamedTuple):
-    """A loss on its way from a device."""
+@dataclass(eq=False)
+class _Loss:
+    """A loss, or a part of a step's; None: its device has yet to give it."""
 
-    place: torch.Tensor
-    there: DeviceEvent
+    value: float | None = None
+
+
+@dataclass(eq=False)
+class _Ring:
+    """Pinned DRAM for losses on their way from one device, in the order of their copies.
+
+    It serves one observer after the other and is never freed: torch ends the process that frees
+    such memory when the device has failed.
+    """
+
+    slots: deque[torch.Tensor]
+    under_way: deque[tuple[_Loss, torch.Tensor, DeviceEvent]] = field(default_factory=deque)
+
+    @classmethod
+    def made(cls, device: Device) -> _Ring:
+        """Pin a ring's memory for good."""
+        place = device.pinned(_SLOTS * _BYTES)
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(place))
+        return cls(deque(place.split(_BYTES)))
+
+    def fetch(self, device: Device, tensor: torch.Tensor) -> _Loss | None:
+        """Queue the copy of one number; None: no slot is free."""
+        self.settle()
+        if len(self.under_way) == len(self.slots):
+            return None
+        target = self.slots[0][: tensor.element_size()].view(tensor.dtype)
+        self.slots.rotate(-1)
+        loss, there = _Loss(), device.fetch(target, tensor.reshape(1))
+        self.under_way.append((loss, target, there))
+        return loss
+
+    def settle(self) -> None:
+        """Read the losses that have arrived."""
+        while self.under_way and self.under_way[0][2].query():
+            loss, target, _ = self.under_way.popleft()
+            loss.value = target.item()
+
+
+_rings: weakref.WeakKeyDictionary[Device, list[_Ring]] = weakref.WeakKeyDictionary()
+"""Rings of each device that no observer has now."""
 
 
 class LossObserver:
@@ -65,9 +109,12 @@ class LossObserver:
         self._scaling = False
         self._unscaled = WeakTensorKeyDictionary()
         """For each tensor that a scaler has made, and that lives, what it was made of."""
-        self._losses: list[float | _Copied] = []
+        self._losses: list[_Loss] = []
         """Losses of the step that is under way."""
-        self._waiting: deque[list[float | _Copied]] = deque()
+        self._incomplete = False
+        """True if a loss of this step was left out, so that there is no sum."""
+        self._own: dict[Device, _Ring] = {}
+        self._waiting: deque[list[_Loss]] = deque()
         self._reports = False
         self._reported: float | None = None
         self._handles: list[RemovableHandle] = []
@@ -99,7 +146,7 @@ class LossObserver:
 
         A step without a loss gives none. On the CPU that is the loss of the step that ends; a
         device's is known some steps later, and not at all for a step that ends while `MOST_WAITING`
-        others wait. Nothing is waited for.
+        others wait, or that has very many losses. Nothing is waited for.
         """
         # What was left by an exception, or interrupted, has not ended: it must not count for good.
         self._has_first = self._in_backward = self._scaling = False
@@ -109,8 +156,9 @@ class LossObserver:
             return [] if value is None else [value]
         if self._losses:
             losses, self._losses = self._losses, []
-            if len(self._waiting) < MOST_WAITING:
+            if len(self._waiting) < MOST_WAITING and not self._incomplete:
                 self._waiting.append(losses)
+        self._incomplete = False
         try:
             return [*self._known()]
         except Exception as error:  # noqa: BLE001 - the training hears of it from the device
@@ -118,14 +166,15 @@ class LossObserver:
             return []
 
     def _known(self) -> Iterator[float]:
+        for ring in self._own.values():
+            ring.settle()
         while self._waiting:
-            losses = self._waiting[0]
-            if not all(isinstance(each, float) or each.there.query() for each in losses):
+            values = [loss.value for loss in self._waiting[0]]
+            known = [value for value in values if value is not None]
+            if len(known) < len(values):
                 return
             self._waiting.popleft()
-            yield sum(
-                each if isinstance(each, float) else float(each.place.item()) for each in losses
-            )
+            yield sum(known)
 
     def report(self, value: float) -> None:
         """Give the loss of the step that is under way; from now on only such losses are taken.
@@ -146,6 +195,9 @@ class LossObserver:
         self._losses.clear()
         self._waiting.clear()
         self._unscaled.clear()
+        while self._own:
+            device, ring = self._own.popitem()
+            _rings.setdefault(device, []).append(ring)
 
     def fail(self, error: Exception) -> None:
         """Tell of an error, and stop."""
@@ -154,14 +206,14 @@ class LossObserver:
 
     # ---- what the wrappers call --------------------------------------------------------------
 
-    def backward_begins(self, tensors: object, create_graph: object) -> list[float | _Copied]:
+    def backward_begins(self, tensors: object, create_graph: object) -> list[_Loss]:
         """Return the losses among what backward is called on, which is not nested in another."""
         self._in_backward = True
         if create_graph or (self._in_update and self._has_first):
             return []
         return [*self._read(tensors)]
 
-    def backward_ends(self, losses: list[float | _Copied]) -> None:
+    def backward_ends(self, losses: list[_Loss]) -> None:
         """Count the losses of a backward that has raised nothing."""
         if losses:
             self._has_first = True
@@ -176,18 +228,28 @@ class LossObserver:
         """Tell whether a backward that begins now, on this thread, may count."""
         return not self._in_backward and get_ident() == self._thread
 
-    def _read(self, tensors: object) -> Iterator[float | _Copied]:
+    def _read(self, tensors: object) -> Iterator[_Loss]:
         for tensor in _tensors(tensors):
             if self._scaling:
                 tensor = self._unscaled.get(tensor)  # noqa: PLW2901
             if type(tensor) not in _PLAIN or tensor.numel() != 1 or not tensor.is_floating_point():
                 continue
             device = lookup.holder(tensor)
-            if device is not None:
-                if not device.recording():
-                    yield _Copied(*device.fetch(tensor.detach()))
-            elif tensor.is_cpu:
-                yield tensor.item()
+            if device is None:
+                if tensor.is_cpu:
+                    yield _Loss(tensor.item())
+            elif not device.recording():
+                loss = self._ring(device).fetch(device, tensor.detach())
+                if loss is None:
+                    self._incomplete = True
+                else:
+                    yield loss
+
+    def _ring(self, device: Device) -> _Ring:
+        if device not in self._own:
+            free = _rings.get(device)
+            self._own[device] = free.pop() if free else _Ring.made(device)
+        return self._own[device]
 
     def scaled(self, outputs: object, results: object) -> None:
         """Note what a scaler has made of which tensors."""
@@ -218,7 +280,7 @@ def _backward(
         create_graph: object = False,
         *args: Any,
         **kwargs: Any,
-    ) -> list[tuple[LossObserver, list[float | _Copied]]]:
+    ) -> list[tuple[LossObserver, list[_Loss]]]:
         begun = []
         for each in list(observers):
             if each.listens:

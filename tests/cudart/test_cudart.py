@@ -324,6 +324,20 @@ def test_what_the_driver_refuses_leaves_no_error_behind(region_dir: Path) -> Non
     look(path, 1)
 
 
+def test_a_number_is_fetched_in_the_stream_s_order_and_not_waited_for() -> None:
+    device, number = cuda.Cuda(1), torch.empty((), device="cuda:1")
+    earlier, later = (torch.full((), value).pin_memory() for value in (5.0, 7.0))
+    place = torch.zeros((), pin_memory=True)
+    stand.stand_hang(torch.cuda.current_stream(1).cuda_stream)
+    put(number, 5.0, source=earlier)
+    there = device.fetch(place, number)
+    put(number, 7.0, source=later)
+    assert not there.query()
+    stand.stand_go_on()
+    there.synchronize()
+    assert place.item() == 5.0
+
+
 def test_no_context_is_made_on_a_device_that_the_model_is_not_on(region_dir: Path) -> None:
     before = stand.stand_contexts()
     if before & 1:

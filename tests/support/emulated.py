@@ -315,18 +315,14 @@ class EmulatedDevice:
         self.run(work)
         return made
 
-    def fetch(self, source: torch.Tensor) -> tuple[torch.Tensor, Event]:
+    def fetch(self, target: torch.Tensor, source: torch.Tensor) -> Event:
         self._check()
-        place = torch.full(source.shape, float("-inf"), dtype=source.dtype)
-        there, size, target = source.data_ptr(), source.nbytes, place.data_ptr()
-
-        def work(
-            held: torch.Tensor = place,
-        ) -> None:  # until then, as torch does
-            ctypes.memmove(target, there, size)
-
-        self.run(work)
-        return place, self.record_event()
+        assert not source.requires_grad, "the copy would be part of the graph"
+        assert self._reaches(target), "pageable memory: the copy would block"
+        assert (target.dtype, target.shape) == (source.dtype, source.shape)
+        there, at, size = source.data_ptr(), target.data_ptr(), source.nbytes
+        self.run(lambda: ctypes.memmove(at, there, size) and None)
+        return self.record_event()
 
     def allocate_spare(self, size: int) -> torch.Tensor | None:
         return self.empty((size,), torch.uint8) if size <= self.spare_bytes else None
@@ -367,7 +363,7 @@ class EmulatedDevice:
         return self.in_graph
 
     def _reaches(self, tensor: torch.Tensor) -> bool:
-        begin, end = tensor.data_ptr(), tensor.data_ptr() + tensor.numel()
+        begin, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
         return any(at <= begin and end <= at + size for at, size in self.registered.items())
 
     def close(self) -> None:
