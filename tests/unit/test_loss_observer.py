@@ -17,7 +17,7 @@ from torch.optim import optimizer as torch_hooks
 from torch.utils.checkpoint import checkpoint
 
 from lightck.device import lookup
-from lightck.loop import hooks
+from lightck.loop import hooks, loss_observer
 from lightck.loop.loss_observer import MOST_WAITING, LossObserver
 from support.emulated import EmulatedDevice, devices
 
@@ -512,6 +512,25 @@ def test_an_observer_goes_on_with_the_memory_of_one_that_has_ended() -> None:
         assert observer.take() == [2.0]
         observer.stop()
         device.hangs = False
+
+
+def test_pinned_memory_is_never_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+    device, made = EmulatedDevice(), list[weakref.ref[torch.Tensor]]()
+
+    def pinned(size: int) -> torch.Tensor:
+        place = EmulatedDevice.pinned(device, size)
+        made.append(weakref.ref(place))
+        return place
+
+    monkeypatch.setattr(device, "pinned", pinned)
+    with devices(device):
+        observer = LossObserver()
+        on_device(device, 1.0)
+        observer.stop()
+    loss_observer._rings.clear()
+    del observer
+    gc.collect()
+    assert [each() is not None for each in made] == [True]
 
 
 def test_of_a_recorded_graph_and_of_an_unknown_device_nothing_counts(
