@@ -22,7 +22,7 @@ from lightck.errors import (
 )
 from lightck.history import item
 from lightck.load import region_files, row, snapshot_columns
-from lightck.loop.policy_state import text_of
+from lightck.loop.policy_state import described, text_of
 from lightck.reader.assembly import AssembledSnapshot
 from lightck.region import location
 from lightck.region.backends.select import every_file
@@ -115,6 +115,11 @@ class Contents:
     """The classes of the optimizers."""
     learned: str | None = None
     """The policies' state of that step as text, as `lightck.loop.policy_state` reads it."""
+
+    @property
+    def learned_words(self) -> str:
+        """The policies' state of that step, in words."""
+        return "nothing" if self.learned is None else described(self.learned)
 
 
 def contents(

@@ -82,6 +82,7 @@ def _document(held: Contents) -> dict[str, Any]:
         "roles": _roles(held),
         "extras": held.extras,
         "optimizers": held.optimizers,
+        "learned": held.learned_words,
         "tensors": held.tensors.to_pylist(),
     }
 
@@ -135,6 +136,7 @@ def _snapshot_text(held: Contents, every: bool) -> str:
         ("timeline", timeline(row["timeline"]) or ""),
         ("extras", ", ".join(held.extras) or "none"),
         ("optimizers", ", ".join(held.optimizers) or "none"),
+        ("learned", held.learned_words),
     ]
     sums = [[r, str(s["tensors"]), size(s["bytes"])] for r, s in _roles(held).items()]
     sums.append(["all", str(row["tensors"]), size(row["payload_bytes"])])

@@ -21,6 +21,7 @@ from lightck.policy.best import OnBest
 from lightck.policy.combination import needs_of, single_policies
 from lightck.policy.failure_record import FailureRecord
 from lightck.policy.loss_curve import LossCurve
+from lightck.policy.quantities import in_units
 from lightck.region import stats_page
 from lightck.state.extras import POLICY, Extra
 from lightck.types import Hazard, Policy
@@ -93,6 +94,22 @@ def parsed(text: object) -> dict[str, Any] | None:
         return None
     known = isinstance(values, dict) and values.get("version") == _VERSION
     return values if known else None
+
+
+def described(text: str) -> str:
+    """Return in words what policies had learned when a snapshot was taken."""
+    values = parsed(text)
+    if values is None:
+        return "damaged, or a newer version's"
+    record = FailureRecord.from_plain(values.get("failures"))
+    exposure = record.exposure + sum(each.exposure for each in record.failures)
+    said = [f"{len(record.failures)} failures in {in_units(exposure)} of all ranks"]
+    if record.failures:
+        lost = sum(not each.recovered for each in record.failures)
+        said.append(f"{lost} of them not saved just in time")
+    names = {"quiet_s": "a step", "cost_s": "a snapshot", "persist_s": "its commit"}
+    known = ((what, _seconds(values.get(name))) for name, what in names.items())
+    return ", ".join([*said, *(f"{what} {in_units(s)}" for what, s in known if s)])
 
 
 class PolicyState:

@@ -346,3 +346,17 @@ def test_a_failure_while_a_symptom_was_there_makes_that_symptom_weigh_more() -> 
 
     base = next_hazard({"gpu_action": 1.0})
     assert next_hazard({"link": 1.0}) > base
+
+
+def test_a_state_is_told_in_words() -> None:
+    state, saved = made()
+    run(state, 7200)
+    state._record = state._record.failed(recovered=True).failed(recovered=False)
+    state.cost_known(0.0214, 1.5, 0.5)
+    run(state, 3)
+    assert saved.text is not None
+    assert module.described(saved.text) == (
+        "2 failures in 2 h of all ranks, 1 of them not saved just in time, a step 500 ms,"
+        " a snapshot 21.4 ms, its commit 1.5 s"
+    )
+    assert module.described("nonsense") == "damaged, or a newer version's"
