@@ -91,9 +91,10 @@ def attach(
     the random generators and `extras` make up a snapshot.
 
     Args:
-        model, optimizer: one or several of each.
-        path: folder for the regions, one per rank (made if only its last part is missing), a
-            libpmemobj pool or a devdax device; default `$LIGHTCK_PATH`, else `./lightck-run`.
+        model: a module, or several.
+        optimizer: one or several.
+        path: folder for the regions, one per rank (made if only its last part is missing), pool or
+            devdax device; default `$LIGHTCK_PATH`, else `./lightck-run`.
         *more: nothing; further arguments are given by name.
         policy: a number (every so many steps), words (`"3.5 %"`, `"500 steps or best val_loss"`)
             or a policy object; None: what `config` says, else `"auto"`.
@@ -123,8 +124,7 @@ def attach(
         refuse_unknown("attach", settings, _ARGUMENTS + setting_names()[2:])
         given = (model, optimizer, path, extras, more)
         root, optimizers = check("attach", *given, on_event=on_event, boundary=boundary)
-        chosen = {} if policy is None else {"policy": policy}
-        resolved = Config.resolve(config, path=path, **chosen, **settings)
+        resolved = Config.resolve(config, path=path, policy=policy, **settings)
         parts = _Parts(ranks, resolved, root, _all_extras(extras, root))
         try:
             parts.subscribe(on_event)
