@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch.distributed as dist
 from lightck.examine import contents
 from lightck.loop.policy_state import parsed
 from lightck.policy import Auto, Budget, EverySteps, OnBest
-from lightck.types import Policy
+from lightck.types import Moment, Policy
 from support.distributed import ranks
 from support.distributed.islands import Islands
 from support.distributed.resumed import attach, begin, losses_of, restore, same, state_of
@@ -153,3 +154,52 @@ def test_another_number_of_ranks_goes_on_with_it_as_well(region_dir: Path, world
     assert _recovered(region_dir) == [False]
     _lives(region_dir, world)
     assert _recovered(region_dir) == [False]
+
+
+class _Warned:
+    """A policy that is due while failures threaten more often than every quarter of an hour."""
+
+    needs = frozenset({"hazard", "health"})
+
+    def __init__(self, probe: _Told) -> None:
+        self.watch = (probe,)
+
+    def due(self, moment: Moment) -> bool:
+        return moment.hazard is not None and moment.hazard.unrecoverable > 1 / 900
+
+    def __str__(self) -> str:
+        return "warned"
+
+
+class _Told:
+    """A probe of one rank's device, which sees what the test says."""
+
+    name, period_s = "told", 0.1
+
+    def __init__(self) -> None:
+        self.found: dict[str, float] = {}
+
+    def read(self) -> dict[str, float]:
+        return self.found
+
+
+def test_a_symptom_on_another_rank_makes_a_step_due(region_dir: Path) -> None:
+    def train(me: ranks.Me) -> Any:
+        training, probe = begin(me), _Told()
+        with attach(training, region_dir, policy=_Warned(probe)) as handle:
+            losses_of(training, 30)
+            handle.wait()
+            before, began_s = handle.stats().committed, time.monotonic()
+            if me.rank == 1:
+                probe.found = {"gpu_action": 1.0}
+            while not handle.stats().committed:
+                losses_of(training, 3)
+                time.sleep(0.05)  # as long as real steps take
+                handle.wait()
+                dist.barrier()
+            return before, time.monotonic() - began_s
+
+    with ranks.started(2, train) as job:
+        found = job.results()
+    print(f"seconds from the symptom to a snapshot: {[s for _, s in found]}")
+    assert [before for before, _ in found] == [0, 0]
