@@ -26,6 +26,9 @@ WRONG = {"batch_ahead", "not_redrawn", "loader_not_kept", "extra_moved", "extras
 """Warnings of lightck that would say that a run is not resumed exactly."""
 
 
+_SETTINGS = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "LIGHTCK_POLICY": "1"}
+
+
 class Server:
     """A running server that has imported frameworks; see `support.integrations.server`."""
 
@@ -36,7 +39,7 @@ class Server:
         self._process = subprocess.Popen(
             [sys.executable, "-m", "support.integrations.server", *modules],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True,
-            env={**kept, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}, cwd=folder,
+            env={**kept, **_SETTINGS}, cwd=folder,
         )  # fmt: skip
 
     def run(self, request: dict[str, Any]) -> list[int | None]:
