@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import Any
 
 from lightck.events import event
 from lightck.loop.policy_state import PolicyState
@@ -16,6 +18,7 @@ from lightck.types import Moment, Policy
 
 _TOLD_S = 1.0
 _TOLD_FACTOR = 2.0
+_NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,9 +133,8 @@ class DueCheck:
             wanted: somebody has asked for a snapshot at the next boundary.
         """
         if self._answer is not None and self._answer[0] == step:
-            due = self._answer[1] or self.overdue or (wanted and self.barrier.request(step))
-            self.overdue = False
-            return due
+            made_up, self.overdue = self.overdue and not self._is_held, False
+            return self._answer[1] or made_up or (wanted and self.barrier.request(step))
         moment = self._asked = self._moment(step, measured)
         due = self._is_due(moment) or (wanted and self.barrier.request(step))
         if self.state is not None:
@@ -144,9 +146,13 @@ class DueCheck:
         self._tell(moment)
         return due
 
+    @property
+    def _is_held(self) -> bool:
+        return self._holds and self._asked is not None and not self._asked.finite
+
     def _is_due(self, moment: Moment) -> bool:
         due = self.barrier.due(moment, self.policy)
-        if moment.finite or not self._holds:
+        if not self._is_held:
             return due or self.overdue
         if due:  # rank 0 had announced it while the loss was a number
             self.barrier.lost(moment.step, "the loss is no number")
@@ -158,7 +164,11 @@ class DueCheck:
         cost_s, persist_s = times.cost_s(measured.stall_s), measured.persist_s
         times.spent(now, cost_s, measured.captured - self._captured)
         self._captured = measured.captured
-        moment = Moment(
+        if state is not None:
+            state.cost_known(cost_s, persist_s, times.quiet_s)
+            state.step_ended(step, step_s, times.step_s)
+            cost_s, persist_s = state.known_cost_s, state.known_persist_s
+        return Moment(
             step=step,
             time_s=now,
             epoch=self.epoch,
@@ -172,21 +182,12 @@ class DueCheck:
             quiet_age=times.quiet_age,
             saved_step=measured.saved_step,
             in_flight=measured.in_flight,
+            hazard=None if state is None else state.hazard,
+            progress=None if state is None else state.progress,
+            finite=state is None or state.finite,
             world=self.world,
-        )
-        if state is None:
-            return moment
-        state.cost_known(cost_s, persist_s, times.quiet_s)
-        state.step_ended(step, step_s, times.step_s)
-        return replace(
-            moment,
-            cost_s=state.known_cost_s,
-            persist_s=state.known_persist_s,
-            hazard=state.hazard,
-            progress=state.progress,
-            finite=state.finite,
-            metrics=dict(state.metrics),
-            extremes=dict(state.extremes),
+            metrics=_NOTHING if state is None else state.metrics,
+            extremes=_NOTHING if state is None else state.extremes,
         )
 
     def reported(self, metrics: Mapping[str, float]) -> bool:
@@ -201,7 +202,7 @@ class DueCheck:
         asked = self._asked
         if asked is None:
             return False
-        now = replace(asked, metrics=dict(self.state.metrics), extremes=dict(self.state.extremes))
+        now = replace(asked, metrics=self.state.metrics, extremes=self.state.extremes)
         parts = self.policy.policies if isinstance(self.policy, AnyOf) else (self.policy,)
         return any(isinstance(part, OnBest) and part.due(now) for part in parts)
 

@@ -28,6 +28,8 @@ from lightck.types import Hazard, Policy
 
 _VERSION = 1
 _RENEWED_S = 1.0
+_EVERY_LOSS = 64  # the first ones, which set what later ones are compared with
+_LOOK_S = 0.1  # then losses of quick steps are left out: each takes 10 us
 _LONGEST_BYTES = 4096
 _ROUND_BYTES = 2048  # the text is that long, or twice, so that it seldom needs more room
 _LEAST_STEPS = 2  # a life that ended before was no failure of machines: a mistake in the script
@@ -146,6 +148,7 @@ class PolicyState:
         follows = any(isinstance(p, Quality) for p in parts)
         self._curve = LossCurve.from_plain(values.get("curve")) if follows else None
         self.metrics: dict[str, float] = {}
+        self._asked = True
         self.extremes = _extremes(values.get("extremes"))
         self.finite, self._told_not_finite = True, False
         self.hazard: Hazard | None = None
@@ -162,7 +165,7 @@ class PolicyState:
         self._quiet_s = _seconds(values.get("quiet_s"))
         self._began_s = self._active_s
         self._recorded_s = self._active_s
-        self._renew_at_s = -math.inf
+        self._renew_at_s = self._look_at_s = -math.inf
         self._symptoms: Symptoms | None = None
         self._goes_on = saved.text is not None
         self._save()
@@ -251,8 +254,10 @@ class PolicyState:
                 loss=loss,
                 why="until it is a number again, no snapshot replaces the last good ones",
             )
-        if self._curve is not None:
+        if self._curve is not None and self._active_s >= self._look_at_s:
             self._curve = self._curve.observed(self._active_s, loss)
+            if self._curve.count >= _EVERY_LOSS:
+                self._look_at_s = self._active_s + _LOOK_S
 
     def _learn(self) -> None:
         """Say anew what is to be expected; takes about 50 us, once a second."""
@@ -296,12 +301,16 @@ class PolicyState:
 
     def report(self, metrics: Mapping[str, float]) -> None:
         """Take note of metrics that the loop has reported; `loss` is the loss from now on."""
-        self.metrics |= metrics
+        self.metrics = {**self.metrics, **metrics}  # anew: moments have those of their time
+        self._asked = False
         if "loss" in metrics and self._losses is not None:
             self._losses.report(metrics["loss"])
 
     def metrics_asked(self) -> None:
         """Note that the policy has been asked about the metrics: they are among the others now."""
+        if self._asked:
+            return
+        self._asked, self.extremes = True, {**self.extremes}
         for name, value in self.metrics.items():
             if value == value:
                 before = self.extremes.get(name)

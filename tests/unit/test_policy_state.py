@@ -360,3 +360,16 @@ def test_a_state_is_told_in_words() -> None:
         " a snapshot 21.4 ms, its commit 1.5 s"
     )
     assert module.described("nonsense") == "damaged, or a newer version's"
+
+
+def test_of_quick_steps_ten_losses_a_second_make_the_curve_behind_the_first_ones() -> None:
+    losses = Losses()
+    state, _ = made(policy=Quality(watch=False), losses=losses)
+    counts = []
+    for step in range(1000):
+        losses.next = [1 / (step + 1)]
+        state.step_ended(step, 0.01, 0.01)
+        assert state._curve is not None
+        counts.append(state._curve.count)
+    assert counts[62] == 63
+    assert 60 <= counts[-1] - 64 <= 100
