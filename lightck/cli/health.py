@@ -47,6 +47,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Run the command; return the exit status."""
     if (arguments.fit is None) != (arguments.out is None):
         raise Refusal("--fit and -o belong together: --fit CSV... -o drives.json")
+    if arguments.fit is not None and arguments.drives is not None:
+        raise Refusal("--drives reads with a model, --fit makes one: give one of them")
     if arguments.fit is not None:
         return _fit(arguments)
     region = Path(location(arguments.path))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -20,13 +21,14 @@ from lightck.cli.plan_data import (
     job_of,
     positive_time,
     ranks_of,
+    step_time,
     time_of,
 )
 from lightck.cli.plan_rows import FALL, Row, played
 from lightck.policy import AtSteps, EveryEpochs, OnBest, parse
 from lightck.policy.combination import single_policies
-from lightck.policy.quantities import in_percent, in_units
-from lightck.policy.simulation import PlayedRun
+from lightck.policy.quantities import in_percent, in_units, to_three_digits
+from lightck.policy.simulation import Costs, PlayedRun
 from lightck.types import Policy
 
 DESCRIPTION = f"""\
@@ -39,7 +41,7 @@ are seconds, or 200 ms, 10 min, 12 h, 2 d.
 
 Failures are exponential with --mtbf, the mean time between failures of the whole job (with several
 --ranks, of the first of them; more ranks fail more often); in bursts with --bursts; at the times of
-a FILE, one per line (seconds, or dates, which count from the first), or JSON events with
+a FILE, one per line (seconds, or dates, which count from the earliest), or JSON events with
 event_time in days and event_type; or as somebody has published:
 
 {pairs([(name, each.source) for name, each in PUBLISHED.items()], "  ")}
@@ -68,7 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     parser.add_argument("path", metavar="PATH", nargs="?", help="a run; default: given numbers")
     add = parser.add_argument
-    add("--step", dest="step_s", type=positive_time, metavar="TIME", help="of one step")
+    add("--step", dest="step_s", type=step_time, metavar="TIME", help="of one step")
     add("--cost", dest="cost_s", type=time_of, metavar="TIME", help="that one snapshot adds")
     add("--persist", dest="persist_s", type=time_of, metavar="TIME", help="until it is committed")
     add("--restart", dest="restart_s", type=time_of, metavar="TIME", help="failure to training")
@@ -91,9 +93,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _days(text: str) -> float:
-    days = float(text)
+    try:
+        days = float(text)
+    except ValueError:
+        days = math.nan
     if not 0 < days < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r}: must be above 0")
+        raise argparse.ArgumentTypeError(f"{text!r}: must be a number of days above 0")
     return days
 
 
@@ -105,14 +110,14 @@ def run(arguments: argparse.Namespace) -> int:
     ranks = arguments.ranks or [failures.ranks]
     if failures.trace and len(ranks) > 1:
         raise Refusal("the times of a trace are those of one number of ranks: give one --ranks")
-    with progress("play", len(ranks) * len(policies), unit="policy") as told:
-        rows = []
-        for count in ranks:
-            for policy in policies:
-                rows.append(played(policy, job, failures, count, arguments.days))
-                told(1)
-    if arguments.out is not None:
-        _draw(rows, job, arguments)
+    with _picture(arguments) as draw:  # a place that cannot be written is told before the play
+        with progress("play", len(ranks) * len(policies), unit="policy") as told:
+            rows = []
+            for count in ranks:
+                for policy in policies:
+                    rows.append(played(policy, job, failures, count, arguments.days))
+                    told(1)
+        draw(rows, job.costs)
     if arguments.json:
         print_json(_document(rows, job, failures))
     else:
@@ -161,7 +166,7 @@ def _told(rows: Sequence[Row], job: PlannedJob, failures: Failures) -> str:
 def _cells(row: Row, job: PlannedJob) -> list[str]:
     outcome, every_s = row.outcome, row.interval_s
     cells = [row.policy]
-    cells += [in_units(every_s), f"{3600 / every_s:.3g}"] if every_s else ["-", "0"]
+    cells += [in_units(every_s), to_three_digits(3600 / every_s)] if every_s else ["-", "0"]
     cells += [in_percent(row.share(part)) for part in ("stall_s", "rework_s", "down_s")]
     cells += [f"{100 * outcome.goodput:.2f} %", in_percent(max(0.0, 1 - outcome.goodput))]
     cells.append("-" if row.formula is None else in_percent(row.formula))
@@ -211,7 +216,12 @@ def _progress_waste(outcome: PlayedRun) -> float:
     return outcome.stall_s / end_s + undone / (1 - loss(end_s))
 
 
-def _draw(rows: Sequence[Row], job: PlannedJob, arguments: argparse.Namespace) -> None:
+@contextmanager
+def _picture(arguments: argparse.Namespace) -> Iterator[Callable[[Sequence[Row], Costs], None]]:
+    """Yield what draws the picture, which is in its place afterwards; nothing without -o."""
+    if arguments.out is None:
+        yield lambda rows, costs: None
+        return
     try:
         from lightck.cli.plan_plot import SUFFIXES, draw
     except ImportError as error:
@@ -221,4 +231,4 @@ def _draw(rows: Sequence[Row], job: PlannedJob, arguments: argparse.Namespace) -
     if arguments.out.suffix not in SUFFIXES:
         raise Refusal(f"{arguments.out}: the suffix must be one of {', '.join(SUFFIXES)}")
     with replaced(arguments.out, force=arguments.force) as draft:
-        draw(rows, job.costs, draft, arguments.out.suffix)
+        yield lambda rows, costs: draw(rows, costs, draft, arguments.out.suffix)

@@ -24,6 +24,9 @@ _MOST_FAILURES = 20_000
 """Failures that one play takes at most, some seconds."""
 _WANTED_FAILURES = 200
 _LONGEST_S = 3650 * _DAY_S
+_LATEST_S = 36525 * _DAY_S
+_LEARNED_VERSION = 1
+"""The version of `@policy` that is read here: that of `lightck.loop.policy_state`."""
 UNSAVED = 0.3
 """The share of failures that leave no just-in-time snapshot: see `FailureRecord`."""
 
@@ -95,7 +98,8 @@ class Failures:
         """Return the mean time between failures of a job of so many ranks."""
         if self.rank_s is not None:
             return self.rank_s / ranks
-        return self.trace[-1] / len(self.trace)
+        # At 0 s the job begins.
+        return self.trace[-1] / sum(time_s > 0 for time_s in self.trace)
 
     def horizon_s(self, ranks: int, days: float | None) -> float:
         """Return for how long they are played."""
@@ -149,11 +153,13 @@ def _learned(path: str) -> tuple[dict[str, float], FailureRecord]:
     """Return what a run's newest snapshot says: times, and failures."""
     from lightck.examine import contents  # needs torch
 
-    text = getattr(contents(path, "latest"), "learned", None)
+    text = contents(path, "latest").learned
     try:
         plain = json.loads(text) if text else {}
     except ValueError:
-        plain = {}  # a fresh start, as in training
+        plain = {}
+    if not isinstance(plain, dict) or plain.get("version") != _LEARNED_VERSION:
+        plain = {}  # damaged or newer: a fresh start, as in training
     names = {"cost_s": "cost_s", "persist_s": "persist_s", "quiet_s": "step_s"}
     found = {
         ours: float(plain[theirs])
@@ -187,7 +193,7 @@ def failures_of(arguments: argparse.Namespace, job: PlannedJob) -> Failures:
     unsaved = UNSAVED if arguments.jit else 1.0
     if asked is not None and asked not in PUBLISHED:
         file = Path(asked)
-        if not file.is_file():
+        if not file.exists():
             names = ", ".join(PUBLISHED)
             raise Refusal(f"--failures {asked}: no such file, and none of the names {names}")
         trace = read_trace(file)
@@ -211,7 +217,11 @@ def failures_of(arguments: argparse.Namespace, job: PlannedJob) -> Failures:
         return Failures("given", arguments.mtbf * world, world, make)
     if arguments.path is not None:
         mtbf_s = 1 / job.record.hazard(job.costs.world, jit=arguments.jit).rate
-        told = f"learned from {len(job.record.failures)} failures of the run"
+        seen = len(job.record.failures)
+        told = f"learned from {seen} failure{'s' * (seen != 1)} of the run"
+        if not seen and mtbf_s < _DAY_S:
+            # A policy is careful where little is known; here it would look like a measurement.
+            mtbf_s, told = _DAY_S, "assumed: one a day; the run has seen none"
         return Failures(told, mtbf_s * job.costs.world, job.costs.world, make)
     return Failures("assumed: one a day", _DAY_S * world, world, make)
 
@@ -223,25 +233,33 @@ def read_trace(file: Path) -> tuple[float, ...]:
         Refusal: it cannot be read, is empty, or has what is no time; with file and line.
     """
     try:
-        text = file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise Refusal(f"{file}: cannot be read: {error}") from error
+        text = file.read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise Refusal(f"{file}: cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise Refusal(f"{file}: cannot be read: {error}", BAD_DATA) from error
     times = _events(file, text) if text.lstrip()[:1] in ("[", "{") else _lines(file, text)
     if not times:
         raise Refusal(f"{file}: no failures in it", BAD_DATA)
     for where, time_s in times:
-        if not 0 <= time_s < math.inf:
-            raise Refusal(f"{file}: {where}: {time_s} is no time of 0 s or later", BAD_DATA)
+        if not 0 <= time_s <= _LATEST_S:
+            raise Refusal(
+                f"{file}: {where}: {time_s} is no time from 0 s to {_LATEST_S:g} s (100 years)",
+                BAD_DATA,
+            )
     found = tuple(sorted(time_s for _, time_s in times))
     if not found[-1]:
-        raise Refusal(f"{file}: all failures at 0 s", BAD_DATA)
+        raise Refusal(
+            f"{file}: all failures at 0 s, where the job begins (dates count from the earliest)",
+            BAD_DATA,
+        )
     return found
 
 
 def _lines(file: Path, text: str) -> list[tuple[str, float]]:
-    """Read one time per line: seconds, or a date and time, which counts from the first of them."""
+    """Read one time per line: seconds, or dates and times, which count from the earliest."""
     found: list[tuple[str, float]] = []
-    first: datetime | None = None
+    dates: list[tuple[str, datetime]] = []
     for number, line in enumerate(text.splitlines(), 1):
         word = line.partition("#")[0].strip()
         if not word:
@@ -258,9 +276,12 @@ def _lines(file: Path, text: str) -> list[tuple[str, float]]:
                 f"{file}: line {number}: {word!r} is neither seconds nor a date and time", BAD_DATA
             ) from None
         when = when if when.tzinfo else when.replace(tzinfo=UTC)
-        first = first or when
-        found.append((f"line {number}", (when - first).total_seconds()))
-    return found
+        dates.append((f"line {number}", when))
+    if found and dates:
+        where = f"{found[0][0]} has seconds, {dates[0][0]} a date"
+        raise Refusal(f"{file}: {where}: give one kind", BAD_DATA)
+    first = min((when for _, when in dates), default=None)
+    return found or [(where, (when - first).total_seconds()) for where, when in dates if first]
 
 
 _NO_FAILURE = ("end", "recover", "repair", "test")
@@ -270,10 +291,10 @@ def _events(file: Path, text: str) -> list[tuple[str, float]]:
     """Read JSON events with `event_time` in days and `event_type`, a list or one per line."""
     try:
         events = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         try:
             events = [json.loads(line) for line in text.splitlines() if line.strip()]
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise Refusal(f"{file}: is no JSON: {error}", BAD_DATA) from error
     if isinstance(events, dict):
         events = next((each for each in events.values() if isinstance(each, list)), [events])
@@ -284,7 +305,10 @@ def _events(file: Path, text: str) -> list[tuple[str, float]]:
             raise Refusal(f"{file}: event {number}: no number event_time, in days", BAD_DATA)
         kind = str(event.get("event_type", "")).lower()
         if not any(word in kind for word in _NO_FAILURE):
-            found.append((f"event {number}", when * _DAY_S))
+            try:
+                found.append((f"event {number}", when * _DAY_S))
+            except OverflowError:  # an integer may have any number of digits
+                found.append((f"event {number}", math.inf))
     return found
 
 
@@ -319,6 +343,14 @@ def positive_time(text: str) -> float:
     return found
 
 
+def step_time(text: str) -> float:
+    """Return the time of a step in seconds, a microsecond or more."""
+    found = time_of(text)
+    if found < 1e-6:
+        raise argparse.ArgumentTypeError(f"{text!r}: must be a microsecond or more")
+    return found
+
+
 def ranks_of(text: str) -> list[int]:
     """Return numbers of ranks, separated by commas."""
     try:
@@ -327,7 +359,7 @@ def ranks_of(text: str) -> list[int]:
         raise argparse.ArgumentTypeError(f"{text!r}: must be like 8 or 8,64,1024") from None
     if not all(1 <= each <= 100_000 for each in found):
         raise argparse.ArgumentTypeError(f"{text!r}: each from 1 to 100000")
-    return found
+    return list(dict.fromkeys(found))
 
 
 def of_world(job: PlannedJob, ranks: int) -> Costs:

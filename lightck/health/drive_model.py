@@ -86,14 +86,17 @@ class DriveModel:
             return cls._from_plain(json.loads(file.read_text()))
         except OSError as error:
             raise LightckError(f"{file}: cannot read the drive model: {error.strerror}") from error
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ArithmeticError, LookupError, RecursionError, TypeError, ValueError) as error:
             raise LightckError(
-                f"{file} is no drive model of this version ({error!r}); make one with"
+                f"{file} is no drive model of this version ({type(error).__name__}:"
+                f" {str(error)[:200]}); make one with"
                 " `lightck health --fit CSV... -o drives.json`"
             ) from error
 
     @classmethod
-    def _from_plain(cls, plain: dict[str, Any]) -> DriveModel:
+    def _from_plain(cls, plain: Any) -> DriveModel:
+        if not isinstance(plain, dict):
+            raise TypeError("no JSON object")
         if plain["kind"] != _KIND or tuple(plain["smart"]) != SMART:
             raise ValueError(f"kind {plain['kind']!r}, SMART {plain['smart']}")
         layers = [

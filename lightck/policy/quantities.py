@@ -39,7 +39,12 @@ def exact_percent(share: float) -> str:
 def in_units(value_s: float) -> str:
     """Return a time for people, to three digits: `21 ms`, `4.5 min`."""
     unit = next((u for u in ("d", "h", "min", "s") if value_s >= float(UNITS[u])), "ms")
-    return f"{value_s / float(UNITS[unit]):.3g} {unit}"
+    return f"{to_three_digits(value_s / float(UNITS[unit]))} {unit}"
+
+
+def to_three_digits(number: float) -> str:
+    """Return a number for people, to three digits; large ones whole: `2,320`."""
+    return f"{number:,.0f}" if 999.5 <= number < 1e9 else f"{number:.3g}"
 
 
 def in_percent(share: float) -> str:

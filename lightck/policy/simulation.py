@@ -276,20 +276,22 @@ class _Play:
             self.time_s += took_s
             self.step += steps
             self.pending_s = 0.0
+            if self.overdue:
+                self.slipped += steps - 1
             if self.time_s >= self._counts_s:
                 self._count()
             self._ask(end_s)
 
     def _leap(self, end_s: float) -> int:
-        """Return the steps until the policy is to be asked: before, nothing is due."""
-        if not self._regular or self.overdue:
+        """Return the steps until the policy is to be asked: before, nothing is due, or all slip."""
+        if not self._regular:
             return 1
         moment = self._moment()
-        until_s = min(self.refresh_s, end_s)
+        until_s = min(self.refresh_s, end_s, self._counts_s if self.overdue else math.inf)
         room = (until_s - self.time_s - self.pending_s) / self.costs.step_s
         if self._losses:
             room = min(room, self.loss_step - self.step)
-        for policy in self._regular:
+        for policy in self._regular if not self.overdue else ():
             room = min(room, self._to_due(policy, moment))
         return max(1, math.floor(room))
 
@@ -297,11 +299,14 @@ class _Play:
         """Return steps after which this policy may be due, too few rather than too many."""
         if isinstance(policy, EverySteps):
             return policy.n - self.step % policy.n
-        every_s = interval_of(policy, moment)
-        if every_s is None or moment.last_time_s is None:
+        if moment.last_step is None or moment.last_time_s is None:
             return 1.0
-        rest_s = every_s - self.pending_s - (self.time_s - moment.last_time_s)
-        return rest_s / self.costs.step_s - 1.5
+        every_s = interval_of(policy, moment)
+        if isinstance(policy, Budget) and (steps := policy.steps(moment)) is not None:
+            return moment.last_step + steps - self.step
+        # Without an interval nothing is due until the first snapshot of all was committed.
+        next_s = self._counts_s if every_s is None else moment.last_time_s + every_s
+        return (next_s - self.time_s - self.pending_s) / self.costs.step_s - 1.5
 
     @property
     def _counts_s(self) -> float:

@@ -68,9 +68,14 @@ def _from_words(text: str) -> Policy:
             raise _Unknown(" ".join(left))
     except (_Unknown, RecursionError) as found:
         part = str(found) if isinstance(found, _Unknown) else text
-        what = f"{part!r} is no policy; " if part != text.strip() else ""
+        what = f"{part!r} is no policy; " if part not in (text.strip(), _END) else ""
+        if part == _END and text.strip():
+            what = "something is missing at the end; "
         raise ConfigError(f"policy = {text!r}: {what}must be words such as {_EXAMPLES}") from None
     return policy
+
+
+_END = ""
 
 
 class _Unknown(Exception):
@@ -97,14 +102,15 @@ def _joined(
 
 def _single(words: Sequence[str]) -> tuple[Policy, Sequence[str]]:
     if words and words[0] == "(":
-        policy, words = _either(words[1:])
+        before = words[1:]
+        policy, words = _either(before)
         if not words or words[0] != ")":
-            raise _Unknown("(")
+            raise _Unknown(" ".join(["(", *before]))
         return policy, words[1:]
     ends = (i for i, word in enumerate(words) if word in ("or", "and", "(", ")"))
     end = next(ends, len(words))
     if not end:
-        raise _Unknown(words[0] if words else "")
+        raise _Unknown(words[0] if words else _END)
     return _named(words[:end]), words[end:]
 
 
@@ -160,6 +166,8 @@ def _with_arguments(kind: type[Any], words: Sequence[str]) -> Policy:
         if name not in names or name in given:
             raise _Unknown(words[0])
         end = next((i for i, w in enumerate(words) if i and w in _ARGUMENTS), len(words))
+        if end == 1:
+            raise _Unknown(words[0])
         amount, unit = _amount(words[1:end])
         if name.endswith("_s"):
             given[name] = _seconds(amount, unit, words[1:end])

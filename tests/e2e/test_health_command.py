@@ -106,15 +106,25 @@ def test_fit_writes_a_model_that_a_probe_takes(tmp_path: Path, capsys: Any) -> N
 def test_wrong_use_is_told_and_leaves_nothing_behind(tmp_path: Path, capsys: Any) -> None:
     out = tmp_path / "drives.json"
     (tmp_path / "wrong.csv").write_text("date,serial_number\n2013-05-01,S1\n")
+    (tmp_path / "deep.json").write_text("[" * 100_000)
+    (tmp_path / "bytes.json").write_bytes(b"\xff" * 100_000)
+    (tmp_path / "list.json").write_text("[]")
     for words, error in (
         (["--fit", str(tmp_path / "wrong.csv")], "--fit and -o belong together"),
         (["-o", str(out)], "--fit and -o belong together"),
         (["--fit", str(tmp_path / "wrong.csv"), "-o", str(out)], "there is no column failure"),
+        (["--drives", "x", "--fit", "y", "-o", str(out)], "give one of them"),
         (["--drives", str(tmp_path / "wrong.csv")], "is no drive model"),
+        (["--drives", str(tmp_path / "deep.json")], "is no drive model"),
+        (["--drives", str(tmp_path / "bytes.json")], "is no drive model"),
+        (["--drives", str(tmp_path / "list.json")], "no JSON object"),
     ):
         assert main(["health", *words]) == 2
-        assert error in capsys.readouterr().err
-    assert [file.name for file in tmp_path.iterdir()] == ["wrong.csv"]
+        told = capsys.readouterr().err
+        assert error in told
+        assert len(told) < 1000, "a file's bytes are not printed"
+    kept = {"wrong.csv", "deep.json", "bytes.json", "list.json"}
+    assert {file.name for file in tmp_path.iterdir()} == kept
 
 
 def test_it_needs_no_torch_but_to_fit(region_dir: Path) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from lightck.cli.main import main
 from lightck.cli.plan_data import PUBLISHED, read_trace, time_of
+from lightck.policy.failure_record import FailureRecord
 from lightck.policy.formulas import Waste
 
 _QUICK = ["--days", "2", "--policy", "auto", "--policy", "10 min"]
@@ -105,6 +106,8 @@ def _file(tmp_path: Path, text: str) -> Path:
             ' {"event_time": 2, "event_type": "fault_end"}]',
             (86400.0,),
         ),
+        ("2026-01-02\n2026-01-01\n", (0.0, 86400.0)),
+        ("\ufeff30\n", (30.0,)),
         ('{"event_time": 0.5}\n{"event_time": 0.25}\n', (21600.0, 43200.0)),
     ],
 )
@@ -134,7 +137,12 @@ def test_a_trace_is_played_once_for_every_policy(tmp_path: Path, capsys: Any) ->
         ('[{"event_type": "x"}]', "event 1: no number event_time"),
         ('[{"event_time": NaN}]', "event 1: nan is no time"),
         ("[{]", "is no JSON"),
+        ("[" * 100_000, "is no JSON"),
+        ('[{"event_time": 1' + 400 * "0" + "}]", "event 1: inf is no time"),
+        ("5\n2026-01-01\n", "line 1 has seconds, line 2 a date: give one kind"),
+        ("1e300\n", "line 1: 1e+300 is no time from 0 s to"),
         ("0\n0\n", "all failures at 0 s"),
+        ("2026-01-01\n", "all failures at 0 s, where the job begins"),
     ],
 )
 def test_a_trace_that_cannot_be_used_is_told(
@@ -157,6 +165,11 @@ def test_a_trace_that_cannot_be_used_is_told(
         (["--mtbf", "nan"], "must be a finite time"),
         (["--mtbf", "0"], "above 0"),
         (["--cost=-1"], "must be a finite time"),
+        (["--step", "1e-300"], "a microsecond or more"),
+        (["--days", "x"], "'x': must be a number of days above 0"),
+        (["--days", "0"], "'0': must be a number of days above 0"),
+        (["--failures", "."], ".: cannot be read: Is a directory"),
+        (["-o", "/no/such/plan.png", "--days", "1e9"], "the folder /no/such does not exist"),
         (["--ranks", "0"], "from 1 to 100000"),
         (["--ranks", "8,x"], "must be like 8"),
         (["--mtbf", "1h", "--failures", "bloom"], "not allowed with"),
@@ -178,6 +191,78 @@ def test_times_have_units(text: str, value: float) -> None:
 def test_a_job_that_fails_all_the_time_is_played_in_the_end(capsys: Any) -> None:
     rows = _document(capsys, "--mtbf", "1ms", "--ranks", "1,100000")["rows"]
     assert all(row["goodput"] < 0.01 for row in rows)
+
+
+def test_ranks_that_are_given_twice_are_played_once(capsys: Any) -> None:
+    rows = _document(capsys, "--days", "1", "--policy", "1 h", "--ranks", "2,2,1")["rows"]
+    assert [row["ranks"] for row in rows] == [2, 1]
+
+
+def test_at_0_s_no_failure_is_counted_for_the_mean(tmp_path: Path, capsys: Any) -> None:
+    file = _file(tmp_path, "2026-01-01\n2026-01-03\n")
+    (row,) = _document(capsys, "--failures", str(file), "--policy", "1 h")["rows"]
+    assert (row["mtbf_s"], row["failures"]) == (2 * 86400.0, 1)
+
+
+def test_a_trace_may_come_out_of_a_pipe(tmp_path: Path) -> None:
+    import os
+    import threading
+
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    writer = threading.Thread(target=pipe.write_text, args=("30\n60\n",))
+    writer.start()
+    assert main(["plan", "--failures", str(pipe), "--policy", "1 h"]) == 0
+    writer.join()
+
+
+def _learned(**values: Any) -> Any:
+    """Return what `lightck.examine.contents` returns, as far as a plan looks."""
+    from types import SimpleNamespace
+
+    return lambda path, step: SimpleNamespace(learned=json.dumps({"version": 1, **values}))
+
+
+def _planned(
+    monkeypatch: pytest.MonkeyPatch, capsys: Any, tmp_path: Path, contents: Any
+) -> tuple[dict[str, Any], str]:
+    monkeypatch.setattr("lightck.examine.contents", contents)
+    monkeypatch.setattr("lightck.cli.plan_data._sizes", lambda path: (1, 1000))
+    document = _document(capsys, str(tmp_path), "--days", "1", "--policy", "1 h")
+    return document, document["failures"]
+
+
+def test_a_run_without_failures_is_not_said_to_fail_often(
+    monkeypatch: pytest.MonkeyPatch, capsys: Any, tmp_path: Path
+) -> None:
+    young = _learned(failures=FailureRecord().ran(60.0, 1).to_plain(), quiet_s=0.25)
+    document, told = _planned(monkeypatch, capsys, tmp_path, young)
+    assert told == "assumed: one a day; the run has seen none"
+    assert document["rows"][0]["mtbf_s"] == 86400.0
+    assert document["job"]["step_s"] == 0.25
+
+    proven = _learned(failures=FailureRecord().ran(1e8, 1).to_plain())
+    document, told = _planned(monkeypatch, capsys, tmp_path, proven)
+    assert told == "learned from 0 failures of the run"
+    assert document["rows"][0]["mtbf_s"] > 10 * 86400.0
+
+    failing = FailureRecord().ran(600.0, 1).failed(recovered=True)
+    document, told = _planned(monkeypatch, capsys, tmp_path, _learned(failures=failing.to_plain()))
+    assert told == "learned from 1 failure of the run"
+    assert document["rows"][0]["mtbf_s"] < 86400.0
+
+
+@pytest.mark.parametrize(
+    "text", ["[]", "null", "{", '{"version": 99, "quiet_s": 9}', '{"version": 1, "quiet_s": "x"}']
+)
+def test_what_was_learned_and_is_damaged_or_newer_is_assumed(
+    monkeypatch: pytest.MonkeyPatch, capsys: Any, tmp_path: Path, text: str
+) -> None:
+    from types import SimpleNamespace
+
+    held = SimpleNamespace(learned=text)
+    document, _ = _planned(monkeypatch, capsys, tmp_path, lambda path, step: held)
+    assert set(document["job"]["sources"].values()) == {"assumed"}
 
 
 # ---- pictures ------------------------------------------------------------------------------------

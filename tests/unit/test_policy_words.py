@@ -24,6 +24,7 @@ from lightck.policy import (
     Quality,
     parse,
 )
+from lightck.policy.quantities import to_three_digits
 from lightck.types import Policy
 
 
@@ -76,9 +77,9 @@ def test_words_become_policies(words: str, policy: Policy) -> None:
         ("1.5", "policy = '1.5': must be words"),
         ("10 parsec", "policy = '10 parsec': must be words"),
         ("5 steps or often", "policy = '5 steps or often': 'often' is no policy; must be words"),
-        ("5 steps or", "'' is no policy"),
+        ("5 steps or", "something is missing at the end"),
         ("or 5 steps", "'or' is no policy"),
-        ("(5 steps", "'(' is no policy"),
+        ("(5 steps", "'( 5 steps' is no policy"),
         ("5 steps)", "')' is no policy"),
         ("5 steps 3 s", "policy = '5 steps 3 s': must be words"),
         ("1.5 steps", "policy = '1.5 steps': must be words"),
@@ -89,7 +90,7 @@ def test_words_become_policies(words: str, policy: Policy) -> None:
         ("at 1 two", "must be words"),
         ("auto 2 %", "'2' is no policy"),
         ("auto budget 2", "'budget 2' is no policy"),
-        ("auto budget", "'' is no policy"),
+        ("auto budget", "'budget' is no policy"),
         ("auto mtbf 3 %", "'3 %' is no policy"),
         ("auto most 1 h most 2 h", "'most' is no policy"),
         ("auto unrecoverable 3 %", "'unrecoverable' is no policy"),
@@ -224,3 +225,26 @@ _ANY = st.recursive(
 @settings(max_examples=500)
 def test_every_policy_says_itself_in_words_that_mean_it_exactly(policy: Policy) -> None:
     assert parse(str(policy)) == policy
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("10 min or", "something is missing at the end"),
+        ("(10 min or 5 steps", "'( 10 min or 5 steps' is no policy"),
+        ("auto mtbf", "'mtbf' is no policy"),
+        ("auto mtbf budget 2 %", "'mtbf' is no policy"),
+        ("10 min 5 steps or auto", "'10 min 5 steps' is no policy"),
+    ],
+)
+def test_an_error_shows_the_words_that_are_wrong(words: str, told: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(told)):
+        parse(words)
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [(20.0, "20"), (999.4, "999"), (999.6, "1,000"), (2321.4, "2,321"), (1e12, "1e+12")],
+)
+def test_numbers_for_people_have_no_needless_exponent(value: float, words: str) -> None:
+    assert to_three_digits(value) == words

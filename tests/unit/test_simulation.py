@@ -230,6 +230,45 @@ def test_a_due_step_slips_while_a_snapshot_is_on_its_way() -> None:
     assert (played.snapshots, played.slipped) == (25, 75)
 
 
+@pytest.mark.parametrize("words", ["1 step", "7 steps", "auto", "3.5 %", "quality or 9 s"])
+def test_a_commit_that_takes_long_is_leapt_over(words: str) -> None:
+    costs = Costs(0.25, 0.125, persist_s=700.0, jit=Jit(), loss=lambda t: math.exp(-t / 3000))
+    failures = [PlayedFailure(600.0), PlayedFailure(2000.0, True), PlayedFailure(3000.0)]
+    leaps = simulate(parse(words), costs, failures, 5000.0)
+    assert leaps == _asked_always(parse(words), costs, failures, 5000.0)
+
+
+@pytest.mark.parametrize("words", ["1 step", "auto", "quality", "10 min"])
+def test_a_commit_that_never_comes_is_played_in_a_few_leaps(words: str) -> None:
+    costs = Costs(0.25, 0.125, persist_s=1e12, jit=Jit(), loss=lambda t: math.exp(-t / 3e9))
+    play, asked = _counted(parse(words), costs, 1e9)
+    assert play.snapshots == 1
+    assert asked < 20_000
+
+
+@pytest.mark.parametrize("words", ["1 step", "auto", "quality", "10 min", "3.5 %"])
+def test_short_steps_take_no_longer_to_play(words: str) -> None:
+    costs = Costs(1e-4, 0.05, persist_s=0.5, jit=Jit(), loss=lambda t: math.exp(-t / 1e6))
+    _, asked = _counted(parse(words), costs, 1e7)
+    assert asked < 50_000
+
+
+def _counted(policy: Policy, costs: Costs, end_s: float) -> tuple[simulation._Play, int]:
+    """Play without failures; return the play, and how many steps it asked the policy about."""
+    play = simulation._Play(policy, costs, [], FailureRecord())
+    asked = 0
+    ask = play._ask
+
+    def counted(end_s: float) -> None:
+        nonlocal asked
+        asked += 1
+        ask(end_s)
+
+    play._ask = counted  # type: ignore[method-assign]
+    play.train_until(end_s)
+    return play, asked
+
+
 def test_a_policy_s_own_steps_are_not_leapt_over() -> None:
     policy = AtSteps([3, 5, 90]) | EverySeconds(50.0)
     # 3, 5, 55, 90, 140, 190
