@@ -237,14 +237,15 @@ def azure(*, base: str = _LINK_LOCAL) -> Callable[[], bool]:
 
 
 def slurm(
-    before_s: float = 120.0, *, environment: Mapping[str, str] = os.environ
+    before_s: float = 120.0, *, environment: Mapping[str, str] | None = None
 ) -> Callable[[], bool]:
     """Return the notice that the time limit of this Slurm job is `before_s` seconds away.
 
     Raises:
         ConfigError: `$SLURM_JOB_END_TIME` is not set, or is no time.
     """
-    text = environment.get("SLURM_JOB_END_TIME", "")
+    # Not the default itself, which help() would print with all its values.
+    text = (os.environ if environment is None else environment).get("SLURM_JOB_END_TIME", "")
     if not text.isdigit():
         raise ConfigError(
             f"SLURM_JOB_END_TIME = {text!r}: expected seconds since 1970, as Slurm sets it in a job"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import subprocess
 import sys
@@ -251,6 +252,7 @@ def test_slurm_announces_the_end_of_the_job(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(notices, "LOOK_S", 0.0)
     now = [1000.0]
     monkeypatch.setattr(notices.time, "time", lambda: now[0])
+    assert "environ(" not in str(inspect.signature(notices.slurm)), "help() prints no variables"
     notice = notices.slurm(120, environment={"SLURM_JOB_END_TIME": "2000"})
     for now[0], true in ((1000.0, False), (1879.0, False), (1880.0, True), (3000.0, True)):
         assert notice() is true
