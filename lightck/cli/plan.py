@@ -28,7 +28,7 @@ from lightck.cli.plan_rows import FALL, Row, played
 from lightck.policy import AtSteps, EveryEpochs, OnBest, parse
 from lightck.policy.combination import single_policies
 from lightck.policy.quantities import in_percent, in_units, to_three_digits
-from lightck.policy.simulation import Costs, PlayedRun
+from lightck.policy.simulation import PlayedRun
 from lightck.types import Policy
 
 DESCRIPTION = f"""\
@@ -46,8 +46,8 @@ event_time in days and event_type; or as somebody has published:
 
 {pairs([(name, each.source) for name, each in PUBLISHED.items()], "  ")}
 
-{100 * (1 - UNSAVED):.0f} % of them are saved just in time, at the last complete step;
-none with --no-jit.
+{100 * (1 - UNSAVED):.0f} % of them are saved just in time, at the last complete step, or as many as
+the run at PATH has shown; none with --no-jit.
 
 Of each policy: mean time from one snapshot to the next, snapshots per hour, and the shares of the
 time that are stall, rework (training undone), restarts, and training that is there at the end
@@ -117,7 +117,7 @@ def run(arguments: argparse.Namespace) -> int:
                 for policy in policies:
                     rows.append(played(policy, job, failures, count, arguments.days))
                     told(1)
-        draw(rows, job.costs)
+        draw(rows, job)
     if arguments.json:
         print_json(_document(rows, job, failures))
     else:
@@ -148,7 +148,7 @@ def _told(rows: Sequence[Row], job: PlannedJob, failures: Failures) -> str:
     ]
     mean = "" if several else f"every {in_units(rows[0].mtbf_s)}: "
     about.append(("failures", f"{mean}{failures.told}"))
-    kinds = "70 % of failures" if costs.jit else "no failure"
+    kinds = f"{in_percent(1 - job.unsaved)} of failures" if costs.jit else "no failure"
     about.append(("saved", f"{kinds} just in time"))
     played = {row.ranks: row for row in rows}
     spans = ", ".join(
@@ -179,7 +179,12 @@ def _cells(row: Row, job: PlannedJob) -> list[str]:
 def _document(rows: Sequence[Row], job: PlannedJob, failures: Failures) -> dict[str, Any]:
     costs = {k: v for k, v in asdict(job.costs).items() if k not in ("loss", "world")}
     return {
-        "job": {**costs, "sources": job.sources, "state_bytes": job.state_bytes},
+        "job": {
+            **costs,
+            "unsaved": job.unsaved,
+            "sources": job.sources,
+            "state_bytes": job.state_bytes,
+        },
         "failures": failures.told,
         "rows": [_plain(row) for row in rows],
     }
@@ -217,10 +222,12 @@ def _progress_waste(outcome: PlayedRun) -> float:
 
 
 @contextmanager
-def _picture(arguments: argparse.Namespace) -> Iterator[Callable[[Sequence[Row], Costs], None]]:
+def _picture(
+    arguments: argparse.Namespace,
+) -> Iterator[Callable[[Sequence[Row], PlannedJob], None]]:
     """Yield what draws the picture, which is in its place afterwards; nothing without -o."""
     if arguments.out is None:
-        yield lambda rows, costs: None
+        yield lambda rows, job: None
         return
     try:
         from lightck.cli.plan_plot import SUFFIXES, draw
@@ -231,4 +238,4 @@ def _picture(arguments: argparse.Namespace) -> Iterator[Callable[[Sequence[Row],
     if arguments.out.suffix not in SUFFIXES:
         raise Refusal(f"{arguments.out}: the suffix must be one of {', '.join(SUFFIXES)}")
     with replaced(arguments.out, force=arguments.force) as draft:
-        yield lambda rows, costs: draw(rows, costs, draft, arguments.out.suffix)
+        yield lambda rows, job: draw(rows, job, draft, arguments.out.suffix)

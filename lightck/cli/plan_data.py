@@ -27,8 +27,8 @@ _LONGEST_S = 3650 * _DAY_S
 _LATEST_S = 36525 * _DAY_S
 _LEARNED_VERSION = 1
 """The version of `@policy` that is read here: that of `lightck.loop.policy_state`."""
-UNSAVED = 0.3
-"""The share of failures that leave no just-in-time snapshot: see `FailureRecord`."""
+UNSAVED = FailureRecord().unrecovered_share()
+"""The share of failures that leave no just-in-time snapshot, where no run has shown any."""
 
 
 @dataclass(frozen=True)
@@ -122,6 +122,11 @@ class PlannedJob:
     sources: dict[str, str]
     state_bytes: int | None = None
 
+    @property
+    def unsaved(self) -> float:
+        """Return the share of failures that leave no just-in-time snapshot."""
+        return self.record.unrecovered_share() if self.costs.jit is not None else 1.0
+
 
 # ---- the job -------------------------------------------------------------------------------------
 
@@ -190,7 +195,7 @@ def failures_of(arguments: argparse.Namespace, job: PlannedJob) -> Failures:
         Refusal: the name is unknown, or the trace cannot be used.
     """
     asked: str | None = arguments.failures
-    unsaved = UNSAVED if arguments.jit else 1.0
+    unsaved = job.unsaved
     if asked is not None and asked not in PUBLISHED:
         file = Path(asked)
         if not file.exists():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from lightck.cli.plan_data import UNSAVED, Failures, PlannedJob, of_world, until
+from lightck.cli.plan_data import Failures, PlannedJob, of_world, until
 from lightck.policy.formulas import Waste
 from lightck.policy.simulation import Costs, PlayedRun, simulate
 from lightck.types import Policy
@@ -54,11 +54,11 @@ def played(
     row = Row(ranks, str(policy), outcome, mtbf_s, None)
     if row.interval_s is None:
         return row
-    return replace(row, formula=formula(costs, mtbf_s, row.interval_s))
+    return replace(row, formula=formula(costs, mtbf_s, row.interval_s, job.unsaved))
 
 
-def waste_of(costs: Costs, mtbf_s: float) -> Waste:
-    """Return the formulas for a job."""
+def waste_of(costs: Costs, mtbf_s: float, unsaved: float) -> Waste:
+    """Return the formulas for a job of whose failures this share is not saved just in time."""
     jit = costs.jit
     return Waste(
         mtbf_s=mtbf_s,
@@ -68,13 +68,13 @@ def waste_of(costs: Costs, mtbf_s: float) -> Waste:
         jit_s=jit.save_s if jit else 0.0,
         jit_restore_s=costs.restart_s,
         step_s=costs.step_s / 2,
-        unrecoverable=UNSAVED if jit else 1.0,
+        unrecoverable=unsaved,
     )
 
 
-def formula(costs: Costs, mtbf_s: float, every_s: float) -> float | None:
+def formula(costs: Costs, mtbf_s: float, every_s: float, unsaved: float) -> float | None:
     """Return the share of the time that is no training, to first order; None where it is no use."""
-    waste = waste_of(costs, mtbf_s)
+    waste = waste_of(costs, mtbf_s, unsaved)
     found = waste.hybrid(every_s) if costs.jit else waste.periodic(every_s)
     # What is in flight is lost, too. First order means that little is lost.
     found += waste.unrecoverable * costs.persist_s / mtbf_s

@@ -53,7 +53,7 @@ def agree_on_topology(
     rounds: AgreementRounds | None,
     *,
     name: str | None = None,
-    environment: Mapping[str, str] = os.environ,
+    environment: Mapping[str, str] | None = None,
     node: str | None = None,
     reach: str | None = None,
     found: bytes | None = None,
@@ -65,7 +65,7 @@ def agree_on_topology(
         rounds: over the job's store; None with one rank.
         name: of the run; else `LIGHTCK_RUN_ID`, else `TORCHELASTIC_RUN_ID`. Ranks that have a name
             must have the same one; with none at all rank 0 draws the run id.
-        environment: where the names are looked up.
+        environment: where the names are looked up; default `os.environ`.
         node: identifies this node; default host name and the kernel's boot id.
         reach: tells apart ranks of a node that cannot read each other's regions, which then count
             as nodes of their own; "": no other rank can read this rank's. None: all can.
@@ -78,7 +78,8 @@ def agree_on_topology(
             rank.
     """
     variables = ("LIGHTCK_RUN_ID", "TORCHELASTIC_RUN_ID")
-    name = name or next((environment[v] for v in variables if environment.get(v)), None)
+    known = os.environ if environment is None else environment
+    name = name or next((known[v] for v in variables if known.get(v)), None)
     # torchrun's own default is the same in every job, so that it identifies none.
     name = None if name == "none" else name
     if rounds is None:

@@ -23,9 +23,10 @@ class Nvml(MachineProbe):
     reads = "NVML: recovery action, uncorrected ECC errors, remapped rows"
     of_node = False
 
-    def __init__(self, environment: Mapping[str, str] = os.environ) -> None:
-        """Prepare; the library is loaded at the first reading."""
-        self._environment = environment
+    def __init__(self, environment: Mapping[str, str] | None = None) -> None:
+        """Prepare; the library is loaded at the first reading. The default is `os.environ`."""
+        # Not as the default value, which help() would print with all its variables.
+        self._environment = os.environ if environment is None else environment
         self._nvml: Any = None
         self._errors = Growth()
 

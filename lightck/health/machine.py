@@ -47,7 +47,7 @@ class MachineProbe:
 
 
 class Growth:
-    """CounterFiles, of which those count that have grown by so much within so many seconds."""
+    """Counters, of which those count that have grown by so much within so many seconds."""
 
     def __init__(self, least: int = 1, within_s: float = 3600.0) -> None:
         self._least, self._within_s = least, within_s
@@ -67,7 +67,7 @@ class Growth:
 
 
 class CounterFiles(MachineProbe):
-    """CounterFiles in files of one number each; the growth of one is a symptom."""
+    """Counters in files of one number each; the growth of one is a symptom."""
 
     def __init__(
         self,

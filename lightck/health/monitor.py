@@ -46,7 +46,7 @@ class HealthMonitor:
     """The symptoms of this rank, read on a daemon thread per probe.
 
     A probe that raises is told once, until it succeeds again, and read on; one whose reading hangs
-    is told once and left alone; one that is not available here is told at level INFO and not read
+    is told once and left alone; one that is not available here is told at level DEBUG and not read
     again. None of them ever delays or ends the training.
     """
 

@@ -92,7 +92,7 @@ def parsed(text: object) -> dict[str, Any] | None:
     """Return the values of a saved state; None if it is damaged, or a newer version's."""
     try:
         values = json.loads(text) if isinstance(text, str) else None
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     known = isinstance(values, dict) and values.get("version") == _VERSION
     return values if known else None
@@ -331,25 +331,34 @@ class PolicyState:
         return self._symptoms.risk if self._symptoms is not None else ""
 
 
-def _seconds(value: object) -> float | None:
-    if type(value) in (int, float) and 0 <= value < 1e12:  # type: ignore[operator]
+# What a snapshot has may be damaged or made to harm: no value of it may raise.
+
+
+def _number(value: object) -> float | None:
+    """Return a float; None for what is none, nan, or an integer that no float can hold."""
+    if type(value) not in (int, float) or value != value:
+        return None
+    try:
         return float(value)  # type: ignore[arg-type]
-    return None
+    except OverflowError:
+        return None
+
+
+def _seconds(value: object) -> float | None:
+    found = _number(value)
+    return found if found is not None and 0 <= found < 1e12 else None
 
 
 def _counts(value: object) -> dict[str, float]:
-    found = value if isinstance(value, dict) else {}
-    return {name: float(n) for name, n in found.items() if type(n) in (int, float)}
+    found = value.items() if isinstance(value, dict) else ()
+    return {name: n for name, each in found if (n := _number(each)) is not None}
 
 
 def _extremes(value: object) -> dict[str, tuple[float, float]]:
-    found = value if isinstance(value, dict) else {}
-    return {
-        name: (float(both[0]), float(both[1]))
-        for name, both in found.items()
-        if isinstance(name, str)
-        and len(name) <= _LONGEST_NAME
-        and isinstance(both, list)
-        and len(both) == 2
-        and all(type(each) in (int, float) for each in both)
-    }
+    found: dict[str, tuple[float, float]] = {}
+    for name, both in value.items() if isinstance(value, dict) else ():
+        if len(name) <= _LONGEST_NAME and isinstance(both, list) and len(both) == 2:
+            least, most = map(_number, both)
+            if least is not None and most is not None:
+                found[name] = least, most
+    return found

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from dataclasses import dataclass
+from typing import Any
 
 from lightck.errors import ConfigError
 from lightck.types import Moment, Policy
+
+_NEEDS = frozenset({"hazard", "health", "loss"})
 
 
 class Combinable:
@@ -132,8 +135,16 @@ def single_policies(policy: Policy) -> Iterator[Policy]:
 
 
 def needs_of(policy: Policy) -> frozenset[str]:
-    """Return what a policy needs; nothing if it does not say."""
-    return frozenset(getattr(policy, "needs", ()))
+    """Return what a policy needs; nothing if it does not say.
+
+    Raises:
+        ConfigError: its `needs` is no set out of "hazard", "health" and "loss".
+    """
+    needs: Any = getattr(policy, "needs", frozenset())
+    if not (isinstance(needs, Set) and needs <= _NEEDS):
+        expected = ", ".join(map(repr, sorted(_NEEDS)))
+        raise ConfigError(f"{policy!r}: needs = {needs!r}: must be a frozenset out of {expected}")
+    return frozenset(needs)
 
 
 def interval_of(policy: Policy, moment: Moment) -> float | None:

@@ -106,7 +106,7 @@ class Page:
     def __init__(
         self, pool: NativePool, region: NativeRegion, step: int, began_ns: int | None = None
     ) -> None:
-        """Prepare the page of a region, for a training that begins after `step`, now or then."""
+        """Prepare the page of a training that begins after `step`, at `began_ns` or now."""
         self._pool, self._region = pool, region
         self._fields = ffi.new("lck_statistics *")
         """The page's fields, which keep their values from one `publish` to the next."""

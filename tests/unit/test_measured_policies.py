@@ -377,3 +377,15 @@ def test_a_foreign_policy_needs_nothing_and_says_nothing() -> None:
     assert needs_of(policy) == needs_of(Foreign()) == frozenset()
     assert policy.interval_s(_AFTER) == pytest.approx(0.4)
     assert why_of(Foreign(), _AFTER) == "mine"
+
+
+@pytest.mark.parametrize("needs", ["hazard", ["hazard"], {"weather"}, {("hazard",)}, 7, None])
+def test_needs_that_are_no_set_of_what_there_is_are_refused_in_words(needs: object) -> None:
+    class Odd:
+        def due(self, moment: Moment) -> bool:
+            return False
+
+    odd = Odd()
+    odd.needs = needs  # type: ignore[attr-defined]
+    with pytest.raises(ConfigError, match=r"must be a frozenset out of 'hazard', 'health', 'loss'"):
+        needs_of(odd)

@@ -252,6 +252,21 @@ def test_a_run_without_failures_is_not_said_to_fail_often(
     assert document["rows"][0]["mtbf_s"] < 86400.0
 
 
+def test_what_the_just_in_time_path_has_not_saved_in_a_run_is_not_saved_in_its_plan(
+    monkeypatch: pytest.MonkeyPatch, capsys: Any, tmp_path: Path
+) -> None:
+    shares = []
+    for recovered in (True, False):
+        record = FailureRecord()
+        for _ in range(18):
+            record = record.ran(86400.0, 1).failed(recovered=recovered)
+        document, _ = _planned(monkeypatch, capsys, tmp_path, _learned(failures=record.to_plain()))
+        shares.append(document["job"]["unsaved"])
+    assert shares == pytest.approx([0.6 / 20, 18.6 / 20])
+    assert main(["plan", str(tmp_path), "--days", "1", "--policy", "1 h"]) == 0
+    assert "7 % of failures just in time" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     "text", ["[]", "null", "{", '{"version": 99, "quiet_s": 9}', '{"version": 1, "quiet_s": "x"}']
 )

@@ -373,3 +373,34 @@ def test_of_quick_steps_ten_losses_a_second_make_the_curve_behind_the_first_ones
         counts.append(state._curve.count)
     assert counts[62] == 63
     assert 60 <= counts[-1] - 64 <= 100
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"active": {"link": 10**400}}, {"active": {"link": math.nan}}, {"active": [1]},
+        {"extremes": {"loss": [10**400, 1]}}, {"extremes": {"loss": [math.nan, 1]}},
+        {"cost_s": 10**400}, {"persist_s": -(10**400)}, {"active_s": math.inf},
+        {"ran_s": "x"}, {"life": [1]}, {"failures": 10**400}, {"quiet_s": True},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_no_value_of_a_saved_state_costs_a_run(change: dict[str, Any]) -> None:
+    good = SavedPolicyState(None)
+    PolicyState(AUTO, good, world=1, jit=True, losses=None)
+    values = parsed(good.text)
+    assert values is not None
+    text = json.dumps(values | change)
+    state = PolicyState(
+        AUTO | OnBest("loss"), SavedPolicyState(text), world=1, jit=True, losses=None
+    )
+    for step in range(1, 4):
+        state.report({"loss": 1.0 / step})
+        state.step_ended(step, 0.5, 0.5)
+        state.metrics_asked()
+    assert state.hazard is not None and state.hazard.rate > 0
+
+
+def test_a_saved_state_that_is_nested_without_end_is_a_fresh_start() -> None:
+    assert parsed("[" * 100_000) is None
+    assert parsed('{"version": 1, "failures": ' + "[" * 100_000) is None
