@@ -46,14 +46,17 @@ class StepTimes:
     Attributes:
         step_s: median seconds of the last steps; None before the second.
         quiet_s: the same of those without a snapshot beside them; None while there was none.
+        overhead: the share of the last five minutes that snapshots have cost.
 
-    Used by the training thread, once per step; takes a few microseconds.
+    Used by the training thread, once per step; takes a few microseconds. Any thread may read the
+    attributes.
     """
 
     def __init__(self) -> None:
         """Begin without a measurement."""
         self.step_s: float | None = None
         self.quiet_s: float | None = None
+        self.overhead = 0.0
         self._age = self._ever_busy = 0
         self._all, self._quiet, self._slower = _Median(), _Median(), _Median()
         self._before: tuple[float, float, int, bool] | None = None
@@ -63,6 +66,8 @@ class StepTimes:
         self._per_snapshot: deque[int] = deque(maxlen=_SNAPSHOTS)
         self._costs: deque[tuple[float, float]] = deque()
         """When each of the last snapshots was captured, and what it had cost."""
+        self._spent_s = 0.0
+        """The sum of these costs."""
         self._began_s: float | None = None
 
     def step_ended(
@@ -132,16 +137,17 @@ class StepTimes:
         return steps * max(0.0, self._slower.value - 1.0) * self._quiet.value
 
     def spent(self, now_s: float, cost_s: float | None, snapshots: int) -> None:
-        """Note that so many snapshots have been captured since the last call, at that cost."""
+        """Note how many snapshots were captured since the last step, and what each has cost.
+
+        It is called behind `step_ended`.
+        """
         if snapshots and cost_s is not None:
             self._costs.append((now_s, cost_s * snapshots))
+            self._spent_s += cost_s * snapshots
         while self._costs and self._costs[0][0] < now_s - _OVERHEAD_S:
-            self._costs.popleft()
-
-    @property
-    def overhead(self) -> float:
-        """Return the share of the last five minutes that snapshots have cost."""
-        if self._before is None or self._began_s is None:
-            return 0.0
-        since_s = min(self._before[0] - self._began_s, _OVERHEAD_S)
-        return sum(cost for _, cost in self._costs) / since_s if since_s > 0 else 0.0
+            self._spent_s -= self._costs.popleft()[1]
+        if not self._costs:
+            self._spent_s = 0.0  # and what rounding has left
+        since_s = min(now_s - (self._began_s or now_s), _OVERHEAD_S)
+        # A number for `stats()`, on any thread: it could not go through the costs meanwhile.
+        self.overhead = self._spent_s / since_s if since_s > 0 else 0.0

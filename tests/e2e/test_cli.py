@@ -404,7 +404,13 @@ def test_plan_takes_what_a_run_has_learned(
     trained: Trained, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     record = FailureRecord().ran(7200.0, 1).failed(recovered=False).ran(60.0, 1)
-    learned = {"cost_s": 0.25, "persist_s": 1.5, "quiet_s": 0.75, "failures": record.to_plain()}
+    learned = {
+        "version": 1,
+        "failures": record.to_plain(),
+        "cost_s": 0.25,
+        "persist_s": 1.5,
+        "quiet_s": 0.75,
+    }
     found = contents(trained.path, "latest")
     text = json.dumps(learned)
     monkeypatch.setattr(
@@ -417,7 +423,7 @@ def test_plan_takes_what_a_run_has_learned(
     assert (job["cost_s"], job["persist_s"], job["step_s"]) == (0.25, 1.5, 0.75)
     assert job["sources"]["cost_s"].startswith("measured") and job["state_bytes"] > 0
     assert job["sources"]["restart_s"] == "assumed"
-    assert "learned from 1 failures" in document["failures"]
+    assert "learned from 1 failure of the run" in document["failures"]
     assert document["rows"][0]["mtbf_s"] == pytest.approx(7260.0, rel=0.01)
     assert main([*words, "--cost", "2"]) == 0
     assert json.loads(capsys.readouterr().out)["job"]["cost_s"] == 2.0
