@@ -15,8 +15,10 @@ from torch import nn
 
 import lightck
 from lightck.journal.entry import decode_entry
+from lightck.policy import Auto
 from lightck.region.native_region import FENCE, FORWARD, STEP_END
 from lightck.state import boundary_blob, boundary_codec, extras, rng
+from lightck.state.extras import POLICY
 from lightck.state.inventory import Inventory
 from support import internals
 from support.loops import with_peers
@@ -367,3 +369,39 @@ def test_one_rank_writes_no_entries_for_nobody_would_read_them(run_dir: Path) ->
         saved = handle.snapshot_now("test")
         handle.detach()
     assert saved.fresh and saved.step == 3, "from memory"
+
+
+def test_the_policies_state_at_a_fence_is_that_of_the_step_that_it_makes(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the entry of a fence would not stand for a step whose rank was killed in the update."""
+    monkeypatch.setattr("lightck.loop.policy_state._RENEWED_S", 0.0)  # it changes at every step
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    policy = Auto(watch=False)
+    handle = with_peers(lightck.attach(model, optimizer, run_dir, policy=policy, failure="jit"))
+
+    def held(kind: int) -> list[str]:
+        """Return all that the newest entry, of the last step, has of the state."""
+        found = handle.region.native.read_journal(kind)
+        assert found is not None
+        assert found.step == handle.step
+        entry = decode_entry(found, context="test")
+        trees = (
+            boundary_blob.opened(each, context="test") for each in (entry.at_step, entry.at_forward)
+        )
+        return [tree["extras"][POLICY]["json"] for tree in trees if POLICY in tree["extras"]]
+
+    seen = []
+    with handle:
+        loss = model(torch.ones(2, 4)).square().mean()
+        for _ in range(5):
+            loss.backward()
+            optimizer.step()
+            fence = held(FENCE)
+            assert held(STEP_END) == fence
+            loss = model(torch.ones(2, 4)).square().mean()
+            assert held(FORWARD) == fence
+            seen += fence
+    assert len(seen) == 5
+    assert len({*seen}) > 1
