@@ -166,6 +166,9 @@ KEPT = {
         "test_epoch_after_an_epoch_boundary_is_shuffled_as_before": 1,
         "test_the_loop_of_build_nanogpt_resumes": 0,
     },
+    "e2e/test_ended_lives.py": {
+        "test_the_end_of_a_life_is_known_to_the_next": 8,
+    },
     "e2e/test_failures.py": {
         "test_a_training_that_an_exception_ends_goes_on_bit_for_bit_from_its_last_complete_step": 4,
     },
