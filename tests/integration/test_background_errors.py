@@ -6,6 +6,7 @@ import errno
 import logging
 import warnings
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -26,6 +27,12 @@ PLACES = [
     (faults.COMMIT, "file"),
     (faults.RECORD, "file"),
 ]
+
+
+KEPT: Literal["normal"] = "normal"
+"""The priority of workers whose chunks nobody seizes. Who seizes a chunk from an idle one copies it
+anew, and would meet a medium's failure again, but not one that is injected once.
+"""
 
 
 class Reports(list[BaseException]):
@@ -53,7 +60,12 @@ def test_a_failure_is_told_once_latched_and_leaves_the_older_snapshot(
     path = run_dir if medium == "tmpfs" else disk_dir
     loop, reports = adam_loop(), Reports()
     handle = lightck.attach(
-        loop.model, list(loop.optimizers), path, on_error=reports, chunk_bytes=4096
+        loop.model,
+        list(loop.optimizers),
+        path,
+        on_error=reports,
+        chunk_bytes=4096,
+        priority=KEPT,
     )
     loop.run(3)
     handle.wait()
@@ -152,7 +164,9 @@ def test_with_raise_the_loop_gets_the_error_at_the_next_call_of_the_engine(
     run_dir: Path, point: int
 ) -> None:
     loop = adam_loop()
-    handle = lightck.attach(loop.model, list(loop.optimizers), run_dir, on_error="raise")
+    handle = lightck.attach(
+        loop.model, list(loop.optimizers), run_dir, on_error="raise", priority=KEPT
+    )
     loop.run(2)
     handle.wait()
     faults.arm(point)
@@ -285,6 +299,7 @@ def test_a_future_gives_the_error_of_its_snapshot(run_dir: Path, point: int, on_
         run_dir,
         policy=1000,
         on_error="raise" if on_error == "raise" else reports,
+        priority=KEPT,
     )
     loop.run(2)
     faults.arm(point)
@@ -333,7 +348,9 @@ def test_a_callback_that_raises_stops_the_loop_and_is_called_once(run_dir: Path)
         raise SystemError("stop the training") from error
 
     loop = adam_loop()
-    handle = lightck.attach(loop.model, list(loop.optimizers), run_dir, on_error=stop)
+    handle = lightck.attach(
+        loop.model, list(loop.optimizers), run_dir, on_error=stop, priority=KEPT
+    )
     loop.run(1)
     faults.arm(faults.COPY)
     with pytest.raises(SystemError, match="stop the training"):
