@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Never
 
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightck.config import Config, setting_names
@@ -32,6 +33,7 @@ from lightck.failure.jit_save_ranks import RankJitSaver
 from lightck.handle import Components, Handle, release
 from lightck.history import item
 from lightck.history.history import History, history_of, holds, leave_behind
+from lightck.inplace import runtime
 from lightck.journal.boundary_state import BoundaryState
 from lightck.journal.device_lag import DeviceLag
 from lightck.journal.pre_fence import PreFencePredictor
@@ -275,11 +277,10 @@ class _Parts:
         timeline = barrier.begin()  # the last that may fail on one rank alone
         undo.append(partial(barrier.leave, "attach failed", 1.0))
         chosen = timeline or new_timeline()
-        if topology.rank == min(topology.peers):
-            at = steps.step if region.written_here else -1
-            failure_region.begin_timeline(region, known.restored, at, chosen)
-            leave_behind(region.place.path, max(at, self._kept_step(region, steps)))
-        region.begin_timeline(region.continued, chosen)
+        if self.ranks.joining is not None:
+            region.rejoin_timeline(region.continued, chosen)
+        else:
+            self._begin_timeline(steps, topology, region, chosen)
         if checkpointer.outcomes.history is not None:
             choice = None
             if timeline is not None:
@@ -290,26 +291,49 @@ class _Parts:
             )
         if checkpointer.step_journal is not None:
             checkpointer.step_journal.start(steps.step)
+        rescue = None
+        if config.failure != "off":
+            rescue = self._rescue(checkpointer, topology, timeline)
+        self._listen(checkpointer, modules, rescue)
+        publisher.publish()
+        self._watch_symptoms(checkpointer.due_check.state, region, topology, timeline)
+        return Components(config, region, checkpointer, hooks, known, rescue, self.learned, undo)
+
+    def _listen(
+        self,
+        checkpointer: Checkpointer,
+        modules: Sequence[DistributedDataParallel],
+        rescue: JitSaver | None,
+    ) -> None:
+        """Install the hooks: the checkpointer follows the loop from now on."""
+        trace, undo, worker = checkpointer.pipeline.trace, self.undo, runtime.WORKER
         listener: Listener = checkpointer
         if trace is not None:
             listener = traced = TraceListener(checkpointer, trace, self.watched)
             undo.append(traced.remove)
+        if worker is not None:
+            listener = worker.follow(listener, self.model, rescue)
+            undo.append(partial(worker.detached, "its handle is closed"))
         communication = DdpCommunication(modules, checkpointer)
         undo.append(communication.remove)
-        at_gradient = communication.gradient if modules else None
         # Each layer's gradient matters to who counts, paces by or shows them.
         counted = checkpointer.predictor is not None or bool(modules) or trace is not None
-        hooks.install(
+        checkpointer.hooks.install(
             self._tested(listener, checkpointer),
-            at_gradient,
-            every_layer=counted or config.schedule == "backward",
+            communication.gradient if modules else None,
+            every_layer=counted or self.config.schedule == "backward",
         )
-        publisher.publish()
-        rescue = None
-        if config.failure != "off":
-            rescue = self._rescue(checkpointer, topology, timeline)
-        self._watch_symptoms(checkpointer.due_check.state, region, topology, timeline)
-        return Components(config, region, checkpointer, hooks, known, rescue, self.learned, undo)
+        if worker is not None:
+            worker.attached()
+
+    def _begin_timeline(
+        self, steps: Steps, topology: Topology, region: Region, chosen: int
+    ) -> None:
+        if topology.rank == min(topology.peers):
+            at = steps.step if region.written_here else -1
+            failure_region.begin_timeline(region, self.progress.restored, at, chosen)
+            leave_behind(region.place.path, max(at, self._kept_step(region, steps)))
+        region.begin_timeline(region.continued, chosen)
 
     def _barrier(self, region: Region, step: int, samples: ReplicaSamples) -> CommitBarrier:
         if self.ranks.world == 1:
@@ -445,7 +469,15 @@ class _Parts:
             return saver
         store = self.ranks.store.below(f"t{timeline:x}/failure")
         durable = config.durability == "process"
-        among = RankJitSaver.create(saver, topology, store, process_durable=durable)
+        worker = runtime.WORKER
+        among = RankJitSaver.create(
+            saver,
+            topology,
+            store,
+            process_durable=durable,
+            joins=self.ranks.joining is not None,
+            in_place=worker.end_standing if worker is not None else None,
+        )
         self.undo.append(among.stop)
         among.whole_saver.reserve()
         return among

@@ -11,7 +11,7 @@ import time
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -24,6 +24,7 @@ from lightck.failure import triggers
 from lightck.failure.jit_save import JitSaver
 from lightck.failure.watchdog import WATCHDOG, HandleGuard
 from lightck.history.history import checked_metrics
+from lightck.inplace import runtime
 from lightck.loop.checkpointer import Checkpointer
 from lightck.loop.hooks import Hooks
 from lightck.loop.policy_state import SavedPolicyState
@@ -152,7 +153,9 @@ class Handle:
         if not self._inherited:
             if threading.get_ident() == self._checkpointer.thread:
                 self._checkpointer.poll()
-            self._stats = self._checkpointer.publisher.collect()
+            count, seconds, _ = runtime.stats()
+            found = self._checkpointer.publisher.collect()
+            self._stats = replace(found, recoveries=count, recovering_s=seconds)
         return self._stats
 
     def trace(self, path: str | os.PathLike[str]) -> Path:

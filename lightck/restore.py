@@ -18,13 +18,13 @@ from torch.optim import Optimizer
 from lightck.config import Config
 from lightck.data import lookahead
 from lightck.distributed import ddp_buckets
-from lightck.distributed.rendezvous import Rendezvous, meeting
+from lightck.distributed.rendezvous import Joining, Rendezvous, meeting
 from lightck.distributed.restore.healing import ReceivedSnapshot
 from lightck.distributed.restore.local_state import FailureSnapshot
 from lightck.distributed.restore.protocol import RestoreAttempt, restore_attempts
 from lightck.distributed.restore.selection import Key
 from lightck.distributed.restore.survey import RegionSurvey
-from lightck.errors import ConfigError, LightckError
+from lightck.errors import ConfigError, CoordinationError, LightckError
 from lightck.events import event
 from lightck.loop.hooks import before_next_forward
 from lightck.loop.policy_state import text_of
@@ -144,8 +144,8 @@ def restore(
 
     Under torch.distributed every rank calls this. They take the newest snapshot of which each can
     read its whole state, or receive it: replicated state goes from a rank that has it to those
-    that lack it, over gloo, as `info.healed` tells. All of them take the same; nothing is changed
-    on any rank before each has checked all of it. On another number of ranks than wrote the
+    that lack it, over gloo (`info.healed`). All take the same; nothing is changed on any rank
+    before each has checked all of it. On another number of ranks than wrote the
     snapshot replicated state is found by name; buffers, extras and data positions of rank r are
     those of rank r modulo that number.
 
@@ -176,26 +176,43 @@ def restore(
     with meeting("restore") as ranks:
         refuse_unknown("restore", unknown, _ARGUMENTS)
         root, optimizers = check("restore", model, optimizer, path, extras, more)
-        wanted, known = _wanted(step, strict), progress(root)
+        wanted, known = _wanted(step, strict, ranks.joining), progress(root)
         if known.attached:
-            raise LightckError("a handle records this model: close() or detach() the handle first")
+            raise LightckError("a handle records this model: close() or detach() it first")
         where = location.locate(Config.resolve(path=path).path, ranks.rank, create=False)
         live = Inventory(root, optimizers, parse(extras) + extra_states(root))
         attempts = restore_attempts(ranks, where, wanted, known.continuation)
-        info = _first_restored(attempts, live, strict)
+        info = _exact(ranks, _first_restored(attempts, live, strict))
         ranks.leave()
     return info
 
 
-def _wanted(step: object, strict: object) -> int | None:
-    """Return the wanted step, None for the newest."""
+def _wanted(step: object, strict: object, joining: Joining | None) -> int | None:
+    """Return the wanted step, None for the newest; of a replacement that of the other ranks."""
     if not isinstance(strict, bool):
         raise ConfigError(f"restore: strict must be True or False, found {strict!r}")
+    if joining is not None:
+        return joining.step
     if step == "latest":
         return None
     if not isinstance(step, SupportsIndex) or isinstance(step, bool) or int(step) < 0:
         raise ConfigError(f"restore: step must be the number of a step or 'latest', found {step!r}")
     return int(step)
+
+
+def _exact(ranks: Rendezvous, info: RestoreInfo | None) -> RestoreInfo | None:
+    """Return `info`; refuse to join the other ranks with a state of another instant than theirs.
+
+    Raises:
+        CoordinationError: says what all ranks have to do.
+    """
+    joining = ranks.joining
+    if joining is not None and (info is None or info.early):
+        raise CoordinationError(
+            f"rank {ranks.rank} replaces one that was lost, and its own state at the forward of"
+            f" step {joining.step} is not known: all ranks have to be restarted"
+        )
+    return info
 
 
 def _first_restored(

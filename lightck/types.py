@@ -333,6 +333,9 @@ class Stats:
             their copies slowed down, as measured.
         policy: a sentence on how often snapshots are taken now, and why.
         risk: what threatens the region's medium (a failing drive); empty: nothing that is known.
+        recoveries: how often the job has recovered in place, from a lost rank or from broken
+            connections; see `lightck run`.
+        recovering_s: seconds that this took, in all.
         not_kept: with the failure path armed, the last error that kept a step's boundary state, or
             its entry in the journal, from being kept; empty: there was none.
     """
@@ -367,4 +370,6 @@ class Stats:
     overhead: float = 0.0
     policy: str = ""
     risk: str = ""
+    recoveries: int = 0
+    recovering_s: float = 0.0
     not_kept: str = ""

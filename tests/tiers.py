@@ -85,6 +85,20 @@ KEPT = {
     "distributed/test_held_ranks.py": {
         "test_ranks_that_are_ended_have_saved_the_last_step_that_both_have_trained": 1,
     },
+    "distributed/test_in_place.py": {
+        "test_a_rank_that_is_lost_in_any_phase_is_replaced_and_no_other": 0,
+        "test_ranks_are_lost_one_after_the_other_and_only_they_are_replaced": 1,
+        "test_a_rank_that_is_lost_in_the_last_step_is_replaced": 0,
+        "test_a_rank_that_is_lost_in_an_evaluation_is_replaced": 0,
+        "test_a_rank_is_replaced_whatever_the_training_does": 0,
+        "test_connections_are_cut_and_nothing_is_replaced_or_lost": 1,
+        "test_what_cannot_be_recovered_in_place_restarts_all_ranks_with_its_reason": 1,
+        "test_where_recovery_in_place_is_off_all_ranks_are_restarted": 0,
+        "test_all_ranks_that_are_lost_at_once_are_restarted": 0,
+        "test_a_job_without_restarts_left_fails_and_goes_on_when_it_is_started_again": 0,
+        "test_a_rank_that_ends_early_with_status_0_is_not_waited_for": 0,
+        "test_a_rank_of_one_of_two_nodes_is_replaced_by_its_node_s_agent": 0,
+    },
     "distributed/test_interleavings.py": {
         "test_no_order_lets_a_difference_pass_or_trusts_what_follows_it": 2,
     },

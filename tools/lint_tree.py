@@ -58,6 +58,11 @@ FOREIGN: dict[str, tuple[str, str]] = {
     "lightck/__init__.py": ("__class__", "the module's own class"),
     "lightck/cli/chaos/command.py": ("usage", "argparse's"),
     "lightck/cli/demo/train.py": ("weight", "torch's: the head is tied"),
+    "lightck/cli/run.py": (
+        "prog description epilog formatter_class training_script training_script_args module"
+        " LocalElasticAgent",
+        "argparse's; torchrun's agent",
+    ),
     "lightck/data/lookahead.py": ("generator iteration", "torch's sampler; Accelerate's loader"),
     "lightck/data/sampler.py": ("iteration", "Accelerate's loader"),
     "lightck/distributed/ddp_buckets.py": ("_has_rebuilt_buckets", "DDP's"),
@@ -66,6 +71,11 @@ FOREIGN: dict[str, tuple[str, str]] = {
     "lightck/failure/fault_plan.py": ("read", "faults on purpose replace it"),
     "lightck/failure/signals.py": ("mask", "of this thread"),
     "lightck/failure/triggers.py": ("excepthook", "Python's"),
+    "lightck/inplace/agent.py": ("__class__ agent proc id", "of torch elastic's workers"),
+    "lightck/inplace/worker.py": (
+        "is_lightck _new_process_group_helper argv",
+        "torch's maker of groups; the script's arguments",
+    ),
     "lightck/integrations/accelerate.py": ("initial_seed generator sampler", "a loader's samplers"),
     "lightck/integrations/lightning.py": (
         "_restarting restarting reset should_stop _last_train_dl_reload_epoch _first_loop_iter"

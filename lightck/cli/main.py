@@ -30,6 +30,7 @@ _COMMANDS = {
     "pin": "keep a step of the history whatever the policy says",
     "top": "watch a running trainer",
     "plan": "say what each policy would cost a job, and what failures would undo",
+    "run": "start a training as torchrun does, so that the death of one rank stops no other",
     "timeline": "show where the time of a traced run went",
     "health": "show what this machine tells of failures to come",
     "demo": "train, kill, restart and compare with an uninterrupted run",
@@ -107,6 +108,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         # The command is the first word: the options before it have no values.
         chosen = next((word for word in words if not word.startswith("-")), None)
+        if chosen == "run" and words[0] == chosen:  # torchrun's own parser
+            return int(import_module("lightck.cli.run").main(words[1:]))
         arguments = _parser(chosen).parse_args(words)
         code: int = arguments.run(arguments)
         sys.stdout.flush()

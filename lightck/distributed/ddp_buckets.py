@@ -196,6 +196,11 @@ _TRIES = 16
 """Number of looks at DDP's log, which tells of rebuilt buckets one forward later, if at all."""
 
 
+def known_buckets(module: DistributedDataParallel) -> Buckets | None:
+    """Return the rebuilt buckets of a module where they are known for certain, else None."""
+    return _known.get(module)
+
+
 def by_path(model: nn.Module) -> dict[str, DistributedDataParallel]:
     """Return the model's DDP modules that reduce in buckets, by path."""
     return {

@@ -21,10 +21,10 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from lightck.distributed.rounds import AgreementRounds
+from lightck.distributed.rounds import AgreementRounds, Message
 from lightck.distributed.store import JobStore, bounded, default_store
 from lightck.distributed.topology import here
-from lightck.errors import StoreError
+from lightck.errors import LightckError, StoreError
 
 MOST_S = 120.0
 """The longest wait of ranks for each other at attach and restore, unless torch's own is less."""
@@ -34,6 +34,45 @@ T = TypeVar("T")
 
 _rounds: tuple[Any, AgreementRounds] | None = None
 """The default process group and the rounds over its store: one count for the process's life."""
+
+
+@dataclass(frozen=True, slots=True)
+class Joining:
+    """The facts by which a replacement of a lost rank joins the others in mid-training.
+
+    Attributes:
+        step: the step that it has to restore; the others stand behind it.
+        progress: what its commit barrier goes on from.
+        refuse: called with the reason if it cannot join: all ranks are restarted.
+    """
+
+    step: int
+    progress: Any
+    refuse: Callable[[str], object]
+
+
+_stand_in: Callable[[str], Rendezvous | None] | None = None
+"""Gives a replacement the meetings that it holds alone; None: all ranks hold theirs together."""
+
+
+def stand_in(meet: Callable[[str], Rendezvous | None]) -> None:
+    """Let a replacement of a lost rank hold its meetings alone (`inplace/`)."""
+    global _stand_in
+    _stand_in = meet
+
+
+def rounds_held() -> tuple[int, list[tuple[str, Message]]]:
+    """Return the number of the next round, and what was decided in the last meeting."""
+    assert _rounds is not None
+    return _rounds[1].number, [*_rounds[1].decided]
+
+
+def go_on_from(number: int) -> None:
+    """Take part in the rounds from `number` on: those before were held without this process."""
+    global _rounds
+    rank, world = here()
+    rounds = AgreementRounds(default_store(), rank, world, _patience(), number=number)
+    _rounds = (dist.group.WORLD, rounds)
 
 
 @dataclass(eq=False)
@@ -46,6 +85,8 @@ class Rendezvous:
     rounds: AgreementRounds | None = None
     left: bool = False
     """True if a failure from here on is this rank's own."""
+    joining: Joining | None = None
+    """The facts by which a lost rank's replacement joins the others; None: this is none."""
 
     @property
     def store(self) -> JobStore:
@@ -93,7 +134,16 @@ def meeting(kind: str) -> Iterator[Rendezvous]:
     if world == 1:
         yield Rendezvous(kind)
         return
+    if _stand_in is not None and (alone := _stand_in(kind)) is not None:
+        try:
+            yield alone
+        except LightckError as error:
+            if alone.joining is not None:
+                alone.joining.refuse(str(error))
+            raise
+        return
     rounds = _over_default_store(rank, world)
+    rounds.decided.clear()
     ranks = Rendezvous(kind, rank, world, rounds)
     try:
         yield ranks

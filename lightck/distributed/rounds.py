@@ -14,7 +14,7 @@ import json
 import secrets
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from lightck.distributed.store import KeyValueStore
@@ -42,6 +42,8 @@ class AgreementRounds:
     timeout_s: float = 120.0
     number: int = 0
     """The number of the next round."""
+    decided: list[tuple[str, Message]] = field(default_factory=list)
+    """Kind and decision of each round of the last meeting."""
 
     def agree(
         self, kind: str, message: Message, decide: Decide, *, timeout_s: float | None = None
@@ -73,6 +75,7 @@ class AgreementRounds:
         if "error" in answer:
             raise CoordinationError(answer["error"])
         self._sweep()
+        self.decided.append((kind, answer))
         return answer
 
     def fail(self, kind: str, why: str) -> None:
@@ -231,13 +234,13 @@ def decide_attach(messages: Sequence[Message]) -> Message:
         "restored": "every rank must restore the same snapshot, or none",
         "step": "every rank must attach at the same step",
     }
-    for field, remedy in remedies.items():
+    for name, remedy in remedies.items():
         values: dict[str, list[int]] = {}
         for rank, each in enumerate(messages):
-            values.setdefault(str(each[field]), []).append(rank)
+            values.setdefault(str(each[name]), []).append(rank)
         if len(values) > 1:
             found = "; ".join(f"{v} on rank(s) {named(r)}" for v, r in list(values.items())[:4])
-            raise CoordinationError(f"the ranks differ in {field}: {found}; {remedy}")
+            raise CoordinationError(f"the ranks differ in {name}: {found}; {remedy}")
     return {"timeline": secrets.randbits(63) | 1}
 
 

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -46,6 +47,14 @@ from lightck.state.inventory import (
 _AVERAGES_LATER = "torch.distributed.optim.post_localSGD_optimizer.PostLocalSGDOptimizer"
 _REDUCES_NOTHING = {"noop_hook", "post_localSGD_hook"}
 """Torch's comm hooks that leave each rank, or each node, its own gradients."""
+
+_replicas: WeakSet[nn.Module] = WeakSet()
+"""Modules without DDP whose parameters a framework keeps alike."""
+
+
+def keeps_alike(module: nn.Module) -> None:
+    """Note that a framework reduces every gradient of a module over all ranks, as DDP does."""
+    _replicas.add(module)
 
 
 def is_own(entry: Entry) -> bool:
@@ -105,6 +114,9 @@ class ReplicatedTensors:
             ignored = wrapper.parameters_to_ignore
             named = wrapper.module.named_parameters()
             found |= {id(p): p for name, p in named if name not in ignored}
+        for module in self.model.modules():
+            if module in _replicas:
+                found |= {id(p): p for p in module.parameters()}
         for optimizer in self.optimizers:
             if isinstance(optimizer, LBFGS) or _AVERAGES_LATER in _kinds(optimizer):
                 for p in held_parameters(optimizer):

@@ -204,9 +204,19 @@ def _marks(progress: LoopProgress) -> tuple[object, ...]:
 
 # ---- where a thread is ---------------------------------------------------------------------------
 
-_WRAPPERS = ("torch._ops", "torch.autograd.function", "torch.utils._contextlib", "contextlib")
+_WRAPPERS = (
+    "torch.futures",
+    "torch._ops",
+    "torch.autograd.function",
+    "torch.utils._contextlib",
+    "contextlib",
+)
 """Modules whose frames lie between a collective and the C code that waits."""
-_COLLECTIVES = ("torch.distributed", "torch.nn.parallel.distributed")
+_COLLECTIVES = (
+    "torch.distributed",
+    "torch.nn.parallel.distributed",
+    "lightck.inplace",
+)
 _EXCLUDED = ("torch.distributed.checkpoint", "torch.distributed.elastic")
 _BACKWARD = ("torch.autograd.graph", "_engine_run_backward")
 """From here on there is C++ code: DDP waits inside it for the last reduction.

@@ -281,6 +281,10 @@ class JitSaver:
         """Return where a device may be waiting for other ranks, at once; None if none is."""
         return None
 
+    def ends_hang(self, position: CollectivePosition | None) -> bool:
+        """Tell whether others see to a hang that goes on, so that this process need not end."""
+        return False
+
     def gives_up_update(self) -> bool:
         """Tell whether to wait no longer for an update that stands still: a peer may finish it."""
         return False

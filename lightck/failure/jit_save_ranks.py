@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
@@ -31,6 +32,8 @@ class RankJitSaver(JitSaver):
 
     whole_saver: WholeSaver
     monitor: PeerMonitor
+    in_place: Callable[[], bool] | None = None
+    """Has ranks ended that stand while all others wait for them, where these recover in place."""
     _notices_read: int = 0
     """Number of other ranks' notices that `new_peer_failure` has returned."""
     _ended_ranks: set[int] = field(default_factory=set)
@@ -48,7 +51,14 @@ class RankJitSaver(JitSaver):
 
     @classmethod
     def create(
-        cls, saver: JitSaver, topology: Topology, store: KeyValueStore, *, process_durable: bool
+        cls,
+        saver: JitSaver,
+        topology: Topology,
+        store: KeyValueStore,
+        *,
+        process_durable: bool,
+        joins: bool = False,
+        in_place: Callable[[], bool] | None = None,
     ) -> RankJitSaver:
         """Turn a handle's saver into one of several ranks; listening begins.
 
@@ -57,6 +67,8 @@ class RankJitSaver(JitSaver):
             topology: this rank's place.
             store: a connection of its own, below a prefix of this attach.
             process_durable: as in the config.
+            joins: this rank replaces a lost one.
+            in_place: has standing ranks ended; None: ranks do not recover in place.
         """
         checkpointer = saver.checkpointer
         return cls(
@@ -64,7 +76,8 @@ class RankJitSaver(JitSaver):
             saver.hang,
             saver.write_limit,
             whole_saver=WholeSaver.create(checkpointer, topology, process_durable=process_durable),
-            monitor=PeerMonitor(store, topology, checkpointer.pipeline.region.place),
+            monitor=PeerMonitor(store, topology, checkpointer.pipeline.region.place, joins=joins),
+            in_place=in_place,
         )
 
     def save(self, reason: str, deadline: float, *, early: bool = False) -> Saved:
@@ -73,6 +86,9 @@ class RankJitSaver(JitSaver):
         If a rank of another node has an early snapshot of the step, this rank saves the early
         instant, too: states of two instants are no one state of the job.
         """
+        return self._save(reason, deadline, early=early)
+
+    def _save(self, reason: str, deadline: float, *, early: bool, joins: bool = False) -> Saved:
         began_s = time.monotonic()
         saved = super().save(reason, deadline, early=early)
         if saved.fresh and not saved.early and self._is_early_elsewhere(saved.step):
@@ -81,7 +97,7 @@ class RankJitSaver(JitSaver):
         self._announce(saved, deadline)
         if saved.fresh:
             status = self.monitor.poll()
-            early = self.whole_saver.save_if_lacking(deadline)
+            early = self.whole_saver.save_if_lacking(deadline, joins=joins)
             self._completed.update(status.dead, status.closed)
             saved = replace(saved, early=saved.early or early)
             self._announce(saved, deadline)
@@ -103,6 +119,16 @@ class RankJitSaver(JitSaver):
             reasons = ["another rank's snapshot is of the instant before"]
         self._peer_reasons.update(reasons[:1])
         return reasons[0] if reasons else None
+
+    def save_for_peer(self, reason: str, deadline: float) -> Saved:
+        """Save as `save` does, for another rank's failure, of which the others know."""
+        self._peer_reasons.add(reason)
+        return self._save(reason, deadline, early=False, joins=True)
+
+    def rejoined(self, rank: int) -> None:
+        """Note that a rank that had ended has been replaced: a later end of it is a new one."""
+        self._ended_ranks.discard(rank)
+        self._completed.discard(rank)
 
     def hung_device(self) -> CollectivePosition | None:
         """Return where a device is that has not come to a queued update; None if there is none.
@@ -135,6 +161,14 @@ class RankJitSaver(JitSaver):
         settled = others <= answered.union(status.dead, status.closed)
         ends = set() if self._saved_step is None else self._ranks_behind(status).union(status.dead)
         return settled and ends <= self._completed
+
+    def ends_hang(self, position: CollectivePosition | None) -> bool:
+        """Tell whether others see to a hang that goes on, so that this process need not end.
+
+        Inside a collective it waits for another rank, and that one is ended if ranks recover in
+        place. Anywhere else it is this process that stands.
+        """
+        return position is not None and self.in_place is not None and self.in_place()
 
     def gives_up_update(self) -> bool:
         """Tell whether this rank's update is not to be waited for, as peers can complete it.

@@ -113,7 +113,13 @@ class PeerMonitor:
     """
 
     def __init__(
-        self, store: KeyValueStore, topology: Topology, place: Location, *, poll_s: float = POLL_S
+        self,
+        store: KeyValueStore,
+        topology: Topology,
+        place: Location,
+        *,
+        poll_s: float = POLL_S,
+        joins: bool = False,
     ) -> None:
         """Start to watch, on threads of its own.
 
@@ -123,13 +129,14 @@ class PeerMonitor:
                 rank.
             place: the place of this rank's own region.
             poll_s: seconds between two polls; more with very many ranks.
+            joins: this rank replaces a lost one: what was announced before is over.
         """
         self.topology = topology
         self.poll_s = max(poll_s, topology.world / _RANKS_PER_S)
         self._store = store
         self._notices: list[FailureNotice] = []
         self._unread: set[int] = set()
-        self._known = 0
+        self._known: int | None = None if joins else 0
         self._unsent: list[tuple[FailureNotice, threading.Event]] = []
         self._unreachable = ""
         self._stopping = False
@@ -248,7 +255,8 @@ class PeerMonitor:
     def _receive(self) -> None:
         raw = self._store.read("count")
         count = int(raw) if raw else 0
-        first, self._known = self._known + 1, max(count, self._known)
+        known = count if self._known is None else self._known
+        first, self._known = known + 1, max(count, known)
         unread = sorted(self._unread)[-_MAX_NOTICES:]
         self._unread = {*unread, *range(first, count + 1)[:_MAX_NOTICES]}
         for number in sorted(self._unread):

@@ -151,11 +151,16 @@ class HandleGuard:
             self._exit_in_s -= self.hang.counted_s
         elif save.done.is_set() or now_s >= save.deadline_s:
             self._exit_in_s = after_s
-        if self._exit_in_s is None or self._exit_in_s > 0:
+        if self._exit_in_s is None or self._exit_in_s > 0 or self._is_seen_to():
             return False
         # To notice it there, and to save:
         others_s = self.hang.outside_limit_s + self.failure.grace_s
         return self._exit_in_s <= -others_s or not (saving or not self.saver.is_settled())
+
+    def _is_seen_to(self) -> bool:
+        """Tell whether the hang is another rank's, which is ended in place of this one."""
+        found = self.hang.suspected
+        return found is not None and self.saver.ends_hang(found.position)
 
     def check_budget(self, now_s: float) -> None:
         """Warn once if a snapshot does not fit into the grace period, as soon as that is known."""

@@ -40,6 +40,8 @@ from lightck.journal.device_lag import PreUpdateState
 from lightck.journal.entry import (
     CannotInfer,
     RankEntry,
+    entries_in,
+    forward_of,
     missing_tensors,
     step_end_of,
     with_entries,
@@ -164,7 +166,7 @@ class WholeSaver:
         if self._reserving is not None:
             self._reserving.join()
 
-    def save_if_lacking(self, deadline: float) -> bool:
+    def save_if_lacking(self, deadline: float, *, joins: bool = False) -> bool:
         """Save the step of this rank's newest snapshot whole, if a peer of the node lacks its part.
 
         On return it is committed by this rank or another one, or nothing was missing, or an event
@@ -172,6 +174,8 @@ class WholeSaver:
 
         Args:
             deadline: `time.monotonic()` at which it gives up.
+            joins: a replacement of the lost rank goes on from the forward start at which this one
+                stands: what the lost rank would have left there is inferred.
 
         Returns:
             Whether this rank has written it, and some rank has it of the step end only: then ranks
@@ -186,7 +190,7 @@ class WholeSaver:
             settled_at: float | None = None
             why = ""
             while True:
-                if self._is_saved(ours):
+                if self._is_saved(ours, whole_at_forward=joins):
                     return False
                 peers = [self._share_of(rank, ours) for rank in self.topology.peers]
                 lacking = [peer for peer in peers if not peer.has_it]
@@ -198,7 +202,7 @@ class WholeSaver:
                 lower = sum(p.has_step and p.rank < self.topology.rank for p in peers)
                 if settled_at is not None and now >= settled_at + lower * TURN_S:
                     try:
-                        return self._save(ours, peers, deadline)
+                        return self._save(ours, peers, deadline, joins=joins)
                     except (_Refused, LightckError) as error:
                         why = str(error)
                 if why or now >= deadline:
@@ -230,13 +234,27 @@ class WholeSaver:
         place = self.checkpointer.pipeline.region.place
         return len(self.topology.peers) > 1 and place.is_plain and place.path != place.file
 
-    def _is_saved(self, ours: Record) -> bool:
-        """Tell whether a failure region of the node holds the step already."""
+    def _is_saved(self, ours: Record, *, whole_at_forward: bool) -> bool:
+        """Tell whether a failure region of the node holds the step already.
+
+        `whole_at_forward`: with what is each rank's own at forward start.
+        """
         own = self.checkpointer.pipeline.region
         for where in location.failure_files(own.place):
             with contextlib.suppress(LightckError), _reading(where) as region:
-                if of_step(region.slots, ours.timeline, ours.step):
-                    return True
+                for record in of_step(region.slots, ours.timeline, ours.step):
+                    if not whole_at_forward or self._has_all_at_forward(region, record):
+                        return True
+        return False
+
+    def _has_all_at_forward(self, region: Region, record: Record) -> bool:
+        found = (c for c in region.recover().candidates if c.record == record)
+        for candidate in found:
+            label = f"{region.place.file} step {record.step}"
+            second = boundary_blob.opened(candidate.manifest.at_forward, context=label)
+            entries = entries_in(second, record, context=label)
+            if {*self.topology.peers} <= {each.rank for each in entries if not each.early}:
+                return True
         return False
 
     def _share_of(self, rank: int, ours: Record) -> PeerShare:
@@ -266,7 +284,9 @@ class WholeSaver:
 
     # ---- the save --------------------------------------------------------------------------
 
-    def _save(self, ours: Record, peers: Sequence[PeerShare], deadline: float) -> bool:
+    def _save(
+        self, ours: Record, peers: Sequence[PeerShare], deadline: float, *, joins: bool
+    ) -> bool:
         """Write the step into a failure region; returns as `save_if_lacking`.
 
         Raises:
@@ -279,6 +299,8 @@ class WholeSaver:
             raise _Refused("not all parameters and their optimizers' state are alike on all ranks")
         own = {v.name for v in everything if v.alias_of is None and v.name not in same}
         entries = [entry for peer in peers for entry in self._rank_entries(peer, own, same)]
+        if joins:
+            entries += self._inferred_forwards(entries)
         told = {entry.rank for entry in entries}
         began_s, pool = time.monotonic(), NativePool(1, CHUNK_BYTES, idle=False)
         region: Region | None = None
@@ -334,6 +356,31 @@ class WholeSaver:
             lacking = ", ".join(missing[:_MAX_NAMES])
             raise _Refused(f"the journal of rank {peer.rank} has not what is its own: {lacking}")
         return [] if missing else [RankEntry(peer.rank, entry) for entry in found]
+
+    def _inferred_forwards(self, entries: Sequence[RankEntry]) -> list[RankEntry]:
+        """Return entries of forward start for ranks that have left that of the step end only.
+
+        Where what the loop did between the two is not known, there is none, and an event says so.
+        """
+        rows = {(each.rank, each.early): each.entry for each in entries}
+        journal, rank = self.checkpointer.step_journal, self.topology.rank
+        assert journal is not None, "armed"
+        # The first one behind the update: the journal's has been taken again since.
+        first = journal.entry(STEP_END)
+        around = [first or rows.get((rank, True)), rows.get((rank, False))]
+        witness = [each for each in around if each is not None]
+        found = []
+        for (rank, early), entry in rows.items():
+            if early and (rank, False) not in rows:
+                try:
+                    if len(witness) < len(around):
+                        raise CannotInfer(
+                            "everything", "the loop, which has not come to its forward,"
+                        )
+                    found.append(RankEntry(rank, forward_of(entry, witness)))
+                except CannotInfer as unknown:
+                    event("forward_unknown", logging.WARNING, rank=rank, why=str(unknown))
+        return found
 
     def _step_end_of(self, fence: JournalEntry, rank: int) -> JournalEntry:
         journal, native = self.checkpointer.step_journal, self.checkpointer.pipeline.region.native

@@ -14,7 +14,10 @@ import os
 from collections.abc import Mapping
 from typing import Any, Literal
 
+import torch.distributed as dist
+
 import lightck
+from lightck.distributed.sharding import keeps_alike
 from lightck.errors import ConfigError
 from lightck.handle import Handle
 from lightck.integrations.resumed import Resumed, joined
@@ -24,6 +27,7 @@ _USED = (
     *_COUNTERS,
     *("module", "basic_optimizer", "lr_scheduler", "training_dataloader", "step"),
     *("is_gradient_accumulation_boundary", "zero_optimization_stage", "zero_offload_optimizer"),
+    *("optimizer", "dp_world_size", "has_moe_layers"),
     *("fp16_enabled", "torch_autocast_enabled", "data_efficiency_enabled", "zenflow"),
 )
 """Names of an engine that are used here; all are without an underscore, none is documented."""
@@ -64,6 +68,8 @@ def attach(
     given = joined(own, extras)
     model, optimizer = engine.module, engine.basic_optimizer
     _leave_training_to_the_model(engine)
+    if _is_replicated(engine):
+        keeps_alike(model)
     info = lightck.restore(model, optimizer, path, extras=given, step=step)
     handle = lightck.attach(model, optimizer, path, extras=given, **settings)
     return Resumed(handle, info, _MarkedStep(engine, handle).remove)
@@ -76,6 +82,16 @@ def _leave_training_to_the_model(engine: Any) -> None:
     look. A validation would be taken for the next training forward.
     """
     vars(engine)["training"] = False
+
+
+def _is_replicated(engine: Any) -> bool:
+    """Tell whether every rank has the whole model and steps all of it: ZeRO-0, without a wrapper.
+
+    In bf16 stage 0 divides the optimizer's state, too; experts have groups of their own.
+    """
+    plain = engine.zero_optimization_stage() == 0 and engine.optimizer is engine.basic_optimizer
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    return plain and engine.dp_world_size == world and not engine.has_moe_layers
 
 
 class _Counters:

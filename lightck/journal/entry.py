@@ -17,7 +17,13 @@ import torch
 
 from lightck.errors import CorruptSnapshotError, RegionFullError
 from lightck.journal.copy_buffer import CopyBuffer
-from lightck.region.native_region import RECORD_EARLY, STEP_END, JournalEntry, Record
+from lightck.region.native_region import (
+    FORWARD,
+    RECORD_EARLY,
+    STEP_END,
+    JournalEntry,
+    Record,
+)
 from lightck.state import boundary_blob
 from lightck.state.boundary_blob import BlobEncoder, BlobWriter, constituents
 from lightck.state.boundary_codec import TAG, identical
@@ -242,10 +248,10 @@ def _add_references(tree: Any, names: set[str]) -> None:
 
 
 class CannotInfer(Exception):  # noqa: N818 - no error
-    """The change that an update made to a part of a rank's own state is unknown; names the part."""
+    """The change that the training made to a part of a rank's own state is unknown; names it."""
 
-    def __init__(self, part: str) -> None:
-        super().__init__(f"the update changes {part}, which was not alike on both ranks before it")
+    def __init__(self, part: str, what: str) -> None:
+        super().__init__(f"{what} changes {part}, which was not alike on both ranks before it")
 
 
 def step_end_of(fence: JournalEntry, around: Sequence[JournalEntry]) -> JournalEntry:
@@ -262,29 +268,77 @@ def step_end_of(fence: JournalEntry, around: Sequence[JournalEntry]) -> JournalE
         CannotInfer: another part changed.
         CorruptSnapshotError: an entry does not decode.
     """
-    trees = [boundary_blob.opened(each.blob, context="journal") for each in (fence, *around)]
-    names = dict.fromkeys(name for tree in trees for name in tree["tensors"])
-    tensors = {name: _behind([t["tensors"].get(name) for t in trees], name) for name in names}
-    seconds = [tree["second"] for tree in trees]
-    optimizers = _behind([second["optimizers"] for second in seconds], "optimizers' options")
+    blob = _inferred(fence, around, "the update")
+    return replace(fence, kind=STEP_END, flags=RECORD_EARLY, blob=blob)
+
+
+def forward_of(step_end: JournalEntry, around: Sequence[JournalEntry]) -> JournalEntry:
+    """Return the entry of forward start that a rank would have left, which has left the step end's.
+
+    As `step_end_of`, for what the loop does between a step's end and the next forward.
+
+    Args:
+        step_end: the entry of the rank that was lost before its forward.
+        around: the witness's entries of step end and forward start of the same step.
+
+    Raises:
+        CannotInfer: another part changed.
+        CorruptSnapshotError: an entry does not decode.
+    """
+    blob = _inferred(step_end, around, "what the loop does before its next forward")
+    return replace(step_end, kind=FORWARD, flags=0, blob=blob)
+
+
+def _inferred(left: JournalEntry, around: Sequence[JournalEntry], what: str) -> bytes:
+    trees = [boundary_blob.opened(each.blob, context="journal") for each in (left, *around)]
+    named = [{**tree, "extras": _by_name(tree["extras"])} for tree in trees]
+    seconds = [tree["second"] for tree in named]
+    if any("rng" in second for second in seconds):  # at the step end they are those of that
+        seconds = [{"rng": tree["rng"], **tree["second"]} for tree in named]
     whole = {
-        **trees[0],
-        "tensors": {name: told for name, told in tensors.items() if told is not None},
-        "extras": _behind([tree["extras"] for tree in trees], "extras"),
-        "rng": _behind([tree["rng"] for tree in trees], "random generators"),
-        "second": {**seconds[0], "optimizers": optimizers},
+        **named[0],
+        "tensors": _table([tree["tensors"] for tree in named], "", what),
+        "extras": _from_names(
+            _table([tree["extras"] for tree in named], "extra ", what), len(trees[0]["extras"])
+        ),
+        "rng": _behind([tree["rng"] for tree in named], "random generators", what),
+        "second": _table(seconds, "", what),
     }
-    return replace(fence, kind=STEP_END, flags=RECORD_EARLY, blob=boundary_blob.closed(whole))
+    return boundary_blob.closed(whole)
 
 
-def _behind(values: Sequence[Any], part: str) -> Any:
-    """Return what a part is behind the update, from its values at this fence and on the witness."""
+def _by_name(instants: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    return {f"{i}/{name}": value for i, row in enumerate(instants) for name, value in row.items()}
+
+
+def _from_names(table: Mapping[str, Any], count: int) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = [{} for _ in range(count)]
+    for key, value in table.items():
+        i, _, name = key.partition("/")
+        found[int(i)][name] = value
+    return found
+
+
+_PARTS = {"optimizers": "optimizers' options", "rng": "random generators"}
+
+
+def _table(trees: Sequence[Mapping[str, Any]], label: str, what: str) -> dict[str, Any]:
+    names = dict.fromkeys(name for tree in trees for name in tree)
+    found = {
+        name: _behind([tree.get(name) for tree in trees], _PARTS.get(name, f"{label}{name}"), what)
+        for name in names
+    }
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _behind(values: Sequence[Any], part: str, what: str) -> Any:
+    """Return what a part is afterwards, from its values on this rank and on the witness."""
     here, before, after = (boundary_blob.closed(value) for value in values)
-    if before == after:
+    if before == after or here == after:  # left alone, or made here already
         return values[0]
     if here == before:
         return values[2]
-    raise CannotInfer(part)
+    raise CannotInfer(part, what)
 
 
 def _state_tensor(name: str, described: dict[str, Any]) -> StateTensor:

@@ -508,6 +508,17 @@ class Region:
             if slot.record and (continued is None or slot.record.sequence > continued.sequence):
                 slot.record = None
 
+    def rejoin_timeline(self, continued: Record | None, timeline: int) -> None:
+        """Go on in the timeline of the other ranks, for a rank that replaces a lost one.
+
+        Its snapshots of that timeline count as before: the rank was there.
+        """
+        if self.info.timeline != timeline:  # the region was made anew
+            self.begin_timeline(continued, timeline)
+            return
+        self.timeline = timeline
+        self.protected = continued.slot if continued is not None else None
+
     def fit(self, entries: Sequence[Entry], manifest_bytes: int) -> allocator.SlotPlan:
         """Plan the entries into a slot, growing the region when they do not fit.
 

@@ -42,7 +42,9 @@ class Node:
             checkpointer: Any = SimpleNamespace(
                 rank=rank, steps=steps, pipeline=pipeline, device_lag=None
             )
-            whole: Any = SimpleNamespace(save_if_lacking=lambda _, rank=rank: self._settle(rank))
+            whole: Any = SimpleNamespace(
+                save_if_lacking=lambda _, rank=rank, **__: self._settle(rank)
+            )
             self.ranks.append(RankJitSaver(checkpointer, whole_saver=whole, monitor=monitor))
 
         def save(own: Any, reason: str, deadline: float, *, early: bool = False) -> Saved:
@@ -215,7 +217,7 @@ def test_a_dead_peer_s_early_instant_is_told_to_the_other_nodes(node: Node) -> N
     """Other nodes hold the exact instant of that step, which no dead rank's share goes with."""
     node.part()
     own = node.ranks[0]
-    own.whole_saver = SimpleNamespace(save_if_lacking=lambda deadline: True)  # type: ignore[assignment]
+    own.whole_saver = SimpleNamespace(save_if_lacking=lambda deadline, **_: True)  # type: ignore[assignment]
     node.save(1, "SIGTERM")
     assert node.save(0, "rank 2: killed").early
     words = node.hear(1, 2).notices

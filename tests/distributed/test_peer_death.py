@@ -369,10 +369,10 @@ def following(me: ranks.Me, save: Callable[..., bool]) -> Callable[..., bool]:
     """Saves once the test lets it go."""
     heard: list[Any] = []
 
-    def when_let_go(*arguments: Any) -> bool:
+    def when_let_go(*arguments: Any, **named: Any) -> bool:
         if not heard:
             heard.append(me.pause())
-        return save(*arguments)
+        return save(*arguments, **named)
 
     return when_let_go
 
@@ -389,9 +389,9 @@ def test_a_survivor_that_dies_while_it_saves_is_followed_by_the_next(region_dir:
             time.sleep(0.3)  # the other finds it at work
             os.kill(os.getpid(), signal.SIGKILL)
 
-        def dying(*arguments: Any) -> bool:
+        def dying(*arguments: Any, **named: Any) -> bool:
             SlotWriter.seal = end
-            return save(*arguments)
+            return save(*arguments, **named)
 
         if me.rank == 0:
             WholeSaver._save = dying  # type: ignore[method-assign]

@@ -128,6 +128,19 @@ def test_torchrun_restarts_the_ranks_itself() -> None:
     assert all(row["resumed"] is not None for row in document["faults"])
 
 
+@pytest.mark.timeout(400)
+def test_under_lightck_run_the_report_says_which_ranks_were_replaced_alone() -> None:
+    command = [sys.executable, "-m", "lightck.cli", "run", "--standalone", "--nproc-per-node=2"]
+    document = chaos(
+        *faults("kill:6:backward:1"), "--", *command, *TRAINER[1:], "--steps", "10",
+        LIGHTCK_FAILURE="jit",
+    )  # fmt: skip
+    assert document["identical"]
+    assert (document["lives"], document["replaced"], document["restarts"]) == (1, 1, 0)
+    (row,) = document["faults"]
+    assert (row["replaced"], row["resumed"], row["lost_steps"]) == ([1], 5, 1)
+
+
 @pytest.mark.parametrize(
     ("words", "named"),
     [

@@ -19,6 +19,9 @@ class LoneSaver:
         """No peer fails."""
         return None
 
+    def ends_hang(self, position: object) -> bool:
+        return False
+
     def is_settled(self) -> bool:
         """No peer has anything to say."""
         return True

@@ -18,6 +18,8 @@ from lightck.cli.chaos.verdict import (
     differences,
     differing_losses,
     missing_losses,
+    replacements,
+    restarts,
     rows,
     unseeded,
 )
@@ -67,7 +69,8 @@ phases:
 columns of the report, seconds from the fault:
   DETECTED   until lightck noticed, or else the process had ended, and by what
   SAVED      newest step of the just-in-time snapshots
-  RESUMED    the step it went on from after a restart
+  RESUMED    the step it went on from after a restart; `in place`: the lost rank alone
+             (lightck run), which repeats what is LOST
   LOST       steps and seconds of work that had to be done again
   RECOVERED  until the first step had ended after it, start-up and imports included
   AS BEFORE  the losses from there to the next fault are the undisturbed run's"""
@@ -265,6 +268,8 @@ def _document(
         "losses_compared": reference.losses.exists(),
         "losses_missing": missing_losses(reference, disturbed),
         "lives": disturbed.lives,
+        "replaced": len(replacements(disturbed)),
+        "restarts": restarts(disturbed),
         "faults": rows(disturbed, reference, faults),
     }
 
@@ -279,6 +284,9 @@ def _report(document: dict[str, Any]) -> str:
         if row.get("flipped"):
             notes.append(f"flipped a bit: {row['flipped']}")
         parts += [f"{row['fault']}: {note}" for note in notes]
+    if document["replaced"]:
+        parts += ["", f"replaced in place: {_ranks(document['replaced'])}; all ranks were restarted"
+                  f" {document['restarts']} times"]  # fmt: skip
     if document["generators_not_seeded"]:
         names = ", ".join(document["generators_not_seeded"])
         parts += ["", f"not compared: random generators that the training does not seed: {names}"]
@@ -312,11 +320,17 @@ def _cells(row: dict[str, Any]) -> list[str]:
     return [
         f"{detected}{by}",
         "-" if row["saved"] is None else str(row["saved"]),
-        "-" if row["resumed"] is None else str(row["resumed"]),
+        _resumed(row),
         lost,
         _seconds(row["recovered_s"]),
         {None: "?", True: "yes", False: "NO"}[row["identical"]],
     ]
+
+
+def _resumed(row: dict[str, Any]) -> str:
+    if row["resumed"] is None:
+        return "-"
+    return f"{row['resumed']}{' in place' if row['replaced'] else ''}"
 
 
 def _seconds(value: float | None) -> str:

@@ -27,7 +27,9 @@ def rows(run: Run, reference: Run, faults: Sequence[Fault]) -> list[dict[str, An
     """Return one dict per fault, in the plan's order.
 
     `fired`; then `step`, `rank`; `detected_s` and `detected_by`; `saved` (step and `why`, as
-    lightck says); `ended` (the job had to be started again); `resumed` (the step it went on from);
+    lightck says); `ended` (the job, or the rank alone, had to be started again); `replaced` (the
+    ranks that were replaced in place, while the others went on); `resumed` (the step it went on
+    from);
     `lost_steps` and `lost_s` (work that was done again, the broken minibatch included);
     `recovered_s` (from the fault until the first step that ended after attach); `identical` (of
     the losses up to the next fault; None: there are none). Seconds count from the fault.
@@ -52,6 +54,20 @@ def rows(run: Run, reference: Run, faults: Sequence[Fault]) -> list[dict[str, An
     return found
 
 
+def replacements(run: Run) -> set[int]:
+    """Return the processes that have replaced one rank in place (`lightck run`)."""
+    return {e["pid"] for e in run.events if _is_recovered(e) and e["rank"] in e["fields"]["ranks"]}
+
+
+def restarts(run: Run) -> int:
+    """Return how often all ranks were started again, by this command or by theirs."""
+    but, starts = replacements(run), dict[int, set[int]]()
+    for each in run.events:
+        if each["event"] == "attaching" and each["pid"] not in but:
+            starts.setdefault(each["rank"], set()).add(each["pid"])
+    return max(map(len, starts.values()), default=1) - 1
+
+
 def _of_fault(
     fault: Event, window: Sequence[Event], events: Sequence[Event], *, ends: bool
 ) -> dict[str, Any]:
@@ -69,6 +85,7 @@ def _of_fault(
         attached = _attached(after, living)
         window = after if attached else window
     row: dict[str, Any] = {"ended": bool(attached)}
+    row["replaced"] = sorted({r for e in window if _is_recovered(e) for r in e["fields"]["ranks"]})
     until = attached[0]["t"] if attached else None
     row |= _detected(fault, window, until)
     row |= _saved([e for e in window if until is None or e["t"] < until])
@@ -157,6 +174,10 @@ def _when(step: int, until: float, events: Sequence[Event]) -> float:
 
 def _is_attached(event: Event) -> bool:
     return event["event"] == "log" and bool(event["name"] == "attached")
+
+
+def _is_recovered(event: Event) -> bool:
+    return event["event"] == "log" and bool(event["name"] == "recovered")
 
 
 # ---- equality ------------------------------------------------------------------------------------

@@ -36,7 +36,7 @@ from lightck.distributed.commit.protocol import (
 )
 from lightck.distributed.divergence import Divergence, ReplicaSamples, SuspectMarks
 from lightck.distributed.rendezvous import Rendezvous
-from lightck.distributed.rounds import Identity, agree_on_attach
+from lightck.distributed.rounds import Identity, Message, agree_on_attach
 from lightck.distributed.store import KeyValueStore
 from lightck.errors import CoordinationError, LightckError, StoreError
 from lightck.policy import EverySteps
@@ -154,6 +154,38 @@ class DistributedBarrier:
         self._region.follow_ranks(self.reusable)
         return timeline
 
+    def progress(self) -> Message:
+        """Return what the barrier of a rank goes on from that joins this timeline now."""
+        with self._changed:
+            return {
+                "start": self._calendar.start,
+                "learned": self._calendar.learned,
+                "ahead": self._calendar.ahead,
+                "requests": self._requests,
+                "unsettled": self._protocol.unsettled,
+                "restored": self._protocol.restored,
+                "whole": self._protocol.newest_whole,
+            }
+
+    def _join(self, told: Message) -> None:
+        """Go on from another rank's progress, for a rank that replaces a lost one."""
+        store, step = self._store, self._passed
+        restored = None if told["restored"] is None else tuple(told["restored"])
+        self._calendar = DueCalendar(
+            every=self._calendar.every, announced=self._calendar.announced, start=told["start"]
+        )
+        self._calendar.rejoin(step, told["learned"], told["ahead"])
+        while (value := store.read(announcement_key(self._calendar.learned))) is not None:
+            self._calendar.learn(int(value), time.monotonic())
+        self._announcer = DueAnnouncer(self._calendar, self._calendar.learned)
+        self._requests = told["requests"]
+        self._protocol.rejoin(step, restored, told["whole"])
+        # Nobody else can still count the lost rank in.
+        dead = AbortReason(self._ranks.rank, "the rank was replaced").encode()
+        for open_step in told["unsettled"]:
+            if open_step <= step:
+                store.claim(f"f/{open_step}", dead)
+
     def start(
         self, store: KeyValueStore, timeline: int, restored: tuple[int, int] | None = None
     ) -> None:
@@ -171,6 +203,9 @@ class DistributedBarrier:
             threading.Thread(target=self._guard, args=(run,), name=f"lightck-{name}", daemon=True)
             for name, run in (("commit", self._make_calls), ("watch", self._watch))
         ]
+        joining = self._ranks.joining
+        if joining is not None:
+            self._join(joining.progress)
         for thread in self._threads:
             thread.start()
 

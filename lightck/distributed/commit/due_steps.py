@@ -9,7 +9,9 @@ reports the step lost, and rank 0 looks further ahead from then on.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 BLOCK = 64  # due steps whose keys are deleted together: one more message per rank and 64 snapshots
 POLL_S = (0.05, 2.0)  # seconds between two polls for an announcement: the least, and the most
@@ -73,6 +75,17 @@ class DueCalendar:
 
     def __post_init__(self) -> None:
         self._passed = self.start
+
+    @property
+    def ahead(self) -> list[tuple[int, int, str]]:
+        """The announced steps that are still to come: step, ordinal, source."""
+        return [(due.step, due.ordinal, due.source) for due in self._ahead.values()]
+
+    def rejoin(self, step: int, learned: int, ahead: Sequence[Sequence[Any]]) -> None:
+        """Go on behind `step` with what another rank has learned, for one that replaces a rank."""
+        self._passed, self.learned = step, learned
+        every = (DueStep(int(at), int(ordinal), str(source)) for at, ordinal, source in ahead)
+        self._ahead = {due.step: due for due in every if due.step > step}
 
     def periodic(self, step: int) -> DueStep | None:
         """Return the due step that the period gives at `step`; every rank computes the same."""

@@ -204,6 +204,19 @@ class CommitProtocol:
     _retry_at_s: float = 0.0
     _pause_s: float = _RETRY_S[0]
 
+    def rejoin(self, step: int, restored: tuple[int, int] | None, whole: int | None) -> None:
+        """Go on behind `step`, for a rank that replaces a lost one: what came before is settled.
+
+        Args:
+            step: the last complete step.
+            restored: as for the other ranks.
+            whole: this timeline's newest whole step.
+        """
+        self._highest, self.restored = step, restored
+        if whole is not None:
+            self._newest = True, whole
+            self._fates[whole] = Fate.WHOLE
+
     # ---- events from this rank ----
 
     def opened(self, due: DueStep, now_s: float) -> None:

@@ -1,0 +1,327 @@
+"""The collectives of one rank, over connections that may break and be made anew.
+
+The training thread calls a collective and waits for its future. If the connections break, the
+future stays open: the thread stays where it is, and knows nothing. `Recovery` makes a new link and
+has the collectives that are not complete made again on it.
+
+    LIVE       a collective goes to the link, and is complete when gloo says so
+    BROKEN     new collectives wait; those under way end with an error, and wait, too
+    ALONE      a replacement that sets itself up: every collective is answered here (`setup.py`)
+    ENDED      in place is impossible: every open future has raised `why`, and later ones will
+
+Results that another rank has given (`answers`) are taken when the program comes to the collective
+of that number.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+from typing import Any, Protocol
+
+import torch
+from torch.futures import Future
+
+from lightck.errors import CoordinationError
+from lightck.events import event
+from lightck.inplace.operations import UNSPOILED, KeptInput, Operation, State, Window
+from lightck.inplace.plan import Description
+
+DRAIN_S = 30.0
+"""Seconds in which collectives on a link that was cut must have ended."""
+
+
+class AnyLink(Protocol):
+    """A link, as far as the communicator needs it."""
+
+    backend: Any
+
+    def cut(self) -> None:
+        """End every collective that is under way."""
+        ...
+
+
+class Answers(Protocol):
+    """Answers the collectives of a replacement that sets itself up."""
+
+    def answer(
+        self, form: Description, results: Sequence[torch.Tensor], own: Sequence[torch.Tensor]
+    ) -> None:
+        """Put into the results what the collective would have given."""
+        ...
+
+
+@dataclass(eq=False)
+class Communicator:
+    """The collectives of this rank. Any thread; the lock is not held while anything waits."""
+
+    rank: int
+    world: int
+    setup: Answers | None = None
+    """Answers collectives until `join`; None: this is no replacement."""
+    window: Window = field(default_factory=Window)
+    changed: threading.Condition = field(default_factory=threading.Condition)
+    """Guards everything here; notified of what a recovery begins by, not of each collective."""
+    ended: str = ""
+    """Why recovery in place is impossible; empty while it is not."""
+    transfers: str = ""
+    """The kind of a transfer between two ranks that the program has made; empty: none."""
+    suspicion: str = ""
+    """The error of a collective while no generation has begun for it; empty: none."""
+    _link: AnyLink | None = None
+    _answers: dict[int, tuple[Description, list[torch.Tensor]]] = field(default_factory=dict)
+    _prelude: dict[int, Description] = field(default_factory=dict)
+    """The collectives at which a replacement's program may begin, before the planned one."""
+    _begun: SimpleQueue[tuple[Operation, int, Any]] = field(default_factory=SimpleQueue)
+    """The collectives that were begun on a link and whose ends are waited for, in order."""
+    _waiter: threading.Thread | None = None
+
+    # ---- for the program ---------------------------------------------------------------------
+
+    def run(
+        self,
+        form: Description,
+        results: list[torch.Tensor],
+        start: Callable[[Any], Any],
+        *,
+        kept: KeptInput = UNSPOILED,
+        own: Sequence[torch.Tensor] = (),
+        value: Any = None,
+    ) -> Future[Any]:
+        """Make a collective; returns at once, with the future that is done when it is complete.
+
+        Args:
+            form: of the collective.
+            results: the tensors that hold its result.
+            start: begins it on a backend, and returns the backend's work.
+            kept: its input, if it overwrites that.
+            own: what this rank gives to a gathering.
+            value: what the future gives.
+        """
+        with self.changed:
+            if self.setup is not None:
+                self.setup.answer(form, results, own)
+                return _done(value)
+            if self._prelude:
+                self._enter(form)
+            number = self.window.take_number()
+            operation = Operation(number, form, start, results, kept, value=value)
+            self.window.add(operation)
+            if self.ended:
+                operation.future.set_exception(CoordinationError(self.ended))
+                return operation.future
+            self._begin(operation)
+        return operation.future
+
+    def between_two(self, kind: str) -> Any:
+        """Return the backend for a transfer between two ranks, which is never repeated.
+
+        Raises:
+            CoordinationError: there is no link.
+        """
+        with self.changed:
+            self.transfers = self.transfers or kind
+            if self._link is None:
+                raise CoordinationError(f"{kind}: the connections between the ranks are broken")
+            return self._link.backend
+
+    def commit(self, step: int) -> None:
+        """Return once every rank has all results of the iteration that makes `step`.
+
+        One collective of one number, after all that were issued before are complete. So where any
+        rank has passed it, every rank has all that came before, whatever happens now.
+        """
+        for operation in self.window.unfinished():
+            operation.future.wait()
+        with self.changed:
+            if self.setup is not None:
+                return
+        token = torch.zeros(1)
+        form = Description(f"commit of step {step}", (("float32", (1,)),))
+        self.run(form, [token], lambda backend: backend.allreduce([token])).wait()
+        with self.changed:
+            self.window.note_commit(step)
+
+    # ---- for the recovery --------------------------------------------------------------------
+
+    def interrupt(self) -> None:
+        """Break the link: from now on collectives wait. Returns at once."""
+        with self.changed:
+            link, self._link = self._link, None
+            self.suspicion = ""
+        if link is not None:
+            link.cut()
+
+    def has_drained(self) -> bool:
+        """Tell whether no collective is under way any more: their tensors are free of gloo."""
+        return not any(each.state is State.FLYING for each in self.window)
+
+    def pass_commit(self, step: int) -> None:
+        """Complete the commit of `step` that waits here: another rank has passed it."""
+        with self.changed:
+            waiting = [
+                each
+                for each in self.window.unfinished()
+                if each.form.kind == f"commit of step {step}"
+            ]
+            for each in waiting:
+                each.completed()
+        for each in waiting:
+            each.future.set_result(each.value)
+
+    def join(self, number: int, prelude: Mapping[int, Description], step: int) -> None:
+        """Make collectives with the others from now on, for a replacement whose set-up is over.
+
+        Args:
+            number: of the first one.
+            prelude: earlier ones, one of which its program may make first.
+            step: the step that it has restored.
+        """
+        with self.changed:
+            self.setup, self._prelude = None, dict(prelude)
+            self.window.go_on_from(number)
+            self.window.note_commit(step)
+            self.window.joined(step, min(prelude, default=number))
+
+    def give(self, number: int, form: Description, given: list[torch.Tensor]) -> None:
+        """Take a result that another rank has given, now or when the program comes to it."""
+        with self.changed:
+            operation = self.window.get(number)
+            if operation is None:
+                if number >= self.window.next or number in self._prelude:
+                    self._answers[number] = form, given
+                return
+            if operation.state is State.COMPLETE:
+                return
+            self._answered(operation, form, given)
+            self.changed.notify_all()
+
+    def resume(self, link: AnyLink) -> None:
+        """Make the collectives that are not complete again on a new link, then all later ones.
+
+        Raises:
+            CoordinationError: the input of one is not there any more.
+        """
+        with self.changed:
+            self._link = link
+            for operation in self.window.unfinished():
+                if operation.attempt and not operation.kept.put_back():
+                    self._link = None
+                    raise CoordinationError(
+                        f"the input of collective {operation.number} ({operation.form.kind}) has"
+                        " changed since, so that it cannot be made again"
+                    )
+            for operation in self.window.unfinished():
+                self._begin(operation)
+            self.changed.notify_all()
+
+    def end(self, why: str) -> None:
+        """Give up recovery in place: every open collective raises the reason, and later ones."""
+        with self.changed:
+            self.ended = self.ended or why
+            open_ones = self.window.unfinished()
+            for each in open_ones:
+                each.completed()
+            self.changed.notify_all()
+        self.interrupt()
+        for each in open_ones:
+            each.future.set_exception(CoordinationError(f"recovery in place: {why}"))
+
+    # ---- inside ------------------------------------------------------------------------------
+
+    def _begin(self, operation: Operation) -> None:
+        """Begin a collective on the link, or take its given result; under the lock."""
+        if (answer := self._answers.pop(operation.number, None)) is not None:
+            self._answered(operation, *answer)
+            return
+        if self._link is None:
+            operation.wait_for_link()
+            return
+        attempt = operation.begun()
+        try:
+            work = operation.start(self._link.backend)
+        except RuntimeError as error:
+            operation.failed()
+            self._suspect(str(error))
+            return
+        self._begun.put((operation, attempt, work))
+        if self._waiter is None:
+            self._waiter = threading.Thread(
+                target=self._await_ends, name="lightck-collectives", daemon=True
+            )
+            self._waiter.start()
+
+    def _await_ends(self) -> None:
+        """Wait for each collective that was begun, in order.
+
+        On a thread of its own: a callback would hold up gloo's threads, and with them the next
+        collectives, until the training thread lets go of Python's lock.
+        """
+        while True:
+            operation, attempt, work = self._begun.get()
+            why = ""
+            try:
+                work.wait()
+            except Exception as error:  # noqa: BLE001 - whatever gloo raises
+                why = str(error) or repr(error)  # the error itself would keep the link
+            del work
+            self._over(operation, attempt, why)
+            del operation
+
+    def _answered(self, operation: Operation, form: Description, given: list[torch.Tensor]) -> None:
+        operation.completed()
+        if form == operation.form:
+            operation.take(given)
+            operation.completed()
+            operation.future.set_result(operation.value)
+            return
+        why = (
+            f"collective {operation.number} is {operation.form.kind} {operation.form.tensors} here"
+            f" ({operation.form.site}), and was {form.kind} {form.tensors} on the other ranks"
+            f" ({form.site}): the program does not begin where they are"
+        )
+        operation.future.set_exception(CoordinationError(why))
+
+    def _over(self, operation: Operation, attempt: int, why: str) -> None:
+        """Note the end of an attempt; `why` it failed, or nothing."""
+        with self.changed:
+            if operation.state is not State.FLYING or operation.attempt != attempt:
+                return
+            if not why:
+                operation.completed()
+            else:
+                operation.failed()
+                if self._link is not None:
+                    self._suspect(why)
+        if not why:
+            operation.future.set_result(operation.value)
+
+    def _suspect(self, why: str) -> None:
+        if not self.suspicion:
+            self.suspicion = why.splitlines()[0]
+            event("connection_lost", logging.WARNING, rank=self.rank, why=self.suspicion)
+        self.changed.notify_all()
+
+    def _enter(self, form: Description) -> None:
+        """Find the collective at which a replacement's program begins."""
+        prelude, self._prelude = self._prelude, {}
+        same = (n for n, each in prelude.items() if each == form and each.site == form.site)
+        found = next(same, None)
+        if found is not None:
+            self.window.go_on_from(found)
+        for number in [n for n in self._answers if n < self.window.next]:
+            del self._answers[number]
+
+
+def _done(value: Any) -> Future[Any]:
+    future: Future[Any] = Future()
+    future.set_result(value)
+    return future
+
+
+def flat(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return contiguous tensors with the same values, which gloo can send."""
+    return [each.detach().contiguous() for each in tensors]

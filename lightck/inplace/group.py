@@ -1,0 +1,397 @@
+"""The process group that stands before gloo: every collective goes to the communicator.
+
+To scripts, DDP and DeepSpeed its back end is `gloo` (`torch.distributed.get_backend`). Groups of
+all ranks share one communicator, since a program makes their collectives in one order. Collectives
+whose results differ by rank are numbered with the others, and repeated if no rank has completed
+them; transfers between two ranks are not.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch.futures import Future
+
+from lightck.errors import CoordinationError
+from lightck.inplace.communicator import Communicator
+from lightck.inplace.operations import UNSPOILED, KeptInput, described
+from lightck.inplace.plan import Description
+from lightck.loop.hooks import untraced
+
+_torch: Any = torch._C._distributed_c10d
+_NOT_THE_PROGRAM = tuple(
+    f"{folder}{os.sep}" for folder in (Path(torch.__file__).parent, Path(__file__).parents[1])
+)
+
+
+class InputKeeper(Protocol):
+    """Keeps the inputs of collectives that overwrite them."""
+
+    def keep(self, tensors: Sequence[torch.Tensor]) -> KeptInput:
+        """Keep the values of these tensors until their collective is complete."""
+        ...
+
+
+@functools.cache
+def _is_programs(code: CodeType) -> bool:
+    return not code.co_filename.startswith(_NOT_THE_PROGRAM)
+
+
+@functools.cache
+def _place(code: CodeType, line: int) -> str:
+    return f"{os.path.basename(code.co_filename)}:{line}"
+
+
+def _site() -> str:
+    """Return file and line of the program that makes the collective."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and not _is_programs(frame.f_code):
+        frame = frame.f_back
+    return "" if frame is None else _place(frame.f_code, frame.f_lineno)
+
+
+_ProcessGroup: Any = dist.ProcessGroup
+
+
+_Work: Any = dist.Work
+
+
+class CollectiveWork(_Work):  # type: ignore[misc]
+    """A collective as torch is given it; its waits raise if recovery in place has ended.
+
+    Torch's own work over a future returns from `wait` as if all were well, and to torch's C++ a
+    future with a Python exception has a value, which DDP takes for its bucket.
+    """
+
+    def __init__(self, future: Future[Any]) -> None:
+        super().__init__()
+        self._future = future
+
+    def wait(self, timeout: Any = None) -> bool:
+        """Wait until the collective is complete; it has no time-out: it may be made again.
+
+        Raises:
+            CoordinationError: recovery in place has ended.
+        """
+        self._future.wait()
+        return True
+
+    def synchronize(self) -> None:
+        """Wait as `wait` does."""
+        self.wait()
+
+    def is_completed(self) -> bool:
+        """Tell whether the collective is complete, or has failed."""
+        return self._future.done()
+
+    def result(self) -> Any:
+        """Return the collective's tensors."""
+        return self._future.wait()
+
+    def get_future(self) -> Future[Any]:
+        """Return a future that fails in torch's C++, too."""
+        return self._future.then(_value)
+
+
+def _value(future: Future[Any]) -> Any:
+    return future.value()
+
+
+class Group(_ProcessGroup):  # type: ignore[misc] # torch's own names say less than they take
+    """A process group of all ranks of the job."""
+
+    def __init__(self, communicator: Communicator, inputs: InputKeeper) -> None:
+        super().__init__(communicator.rank, communicator.world)
+        self._communicator, self._inputs = communicator, inputs
+        self._name = self._description = ""
+
+    # ---- what torch asks of a group ----------------------------------------------------------
+
+    def getBackendName(self) -> str:  # noqa: N802 - torch's name
+        """Return the name for torch's C++, which would look into gloo; scripts are told `gloo`."""
+        return "lightck"
+
+    @property
+    def supports_splitting(self) -> bool:
+        """Tell that this group cannot be split."""
+        return False
+
+    @property
+    def group_name(self) -> str:
+        """Return the name that torch gave the group."""
+        return self._name
+
+    def getGroupName(self) -> str:  # noqa: N802
+        """Return the name that torch gave the group."""
+        return self._name
+
+    def _set_group_name(self, name: str) -> None:
+        self._name = name
+
+    setGroupName = _set_group_name  # noqa: N815
+
+    @property
+    def group_desc(self) -> str:
+        """Return torch's description of the group."""
+        return self._description
+
+    def _set_group_desc(self, description: str) -> None:
+        self._description = description
+
+    def getGroupDesc(self) -> str:  # noqa: N802
+        """Return torch's description of the group."""
+        return self._description
+
+    # ---- results that are the same on every rank ---------------------------------------------
+
+    def allreduce(self, tensors: Any, opts: Any = None) -> Any:
+        """Reduce in place; torch's arguments."""
+        reduces = _listed(tensors)
+        opts = _options(opts, _torch.AllreduceOptions)
+        return self._run(
+            f"allreduce {_operator(opts)}",
+            reduces,
+            lambda backend: backend.allreduce(reduces, opts),
+            kept=self._inputs.keep(reduces),
+        )
+
+    def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> Any:
+        """Reduce several tensors in place; torch's arguments."""
+        reduces = _listed(tensors)
+        opts = _options(opts, _torch.AllreduceCoalescedOptions)
+        return self._run(
+            f"allreduce_coalesced {_operator(opts)}",
+            reduces,
+            lambda backend: backend.allreduce_coalesced(reduces, opts),
+            kept=self._inputs.keep(reduces),
+        )
+
+    def broadcast(self, tensors: Any, opts: Any = None) -> Any:
+        """Give every rank the root's tensor; torch's arguments."""
+        given, opts = _listed(tensors), _options(opts, _torch.BroadcastOptions)
+        return self._run(
+            f"broadcast from {opts.rootRank}",
+            given,
+            lambda backend: backend.broadcast(given, opts),
+        )
+
+    def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+        """Give every rank all ranks' tensors; torch's arguments."""
+        opts = _options(opts, _torch.AllgatherOptions)
+        return self._run(
+            "allgather",
+            [each for row in outputs for each in row],
+            lambda backend: backend.allgather(outputs, inputs, opts),
+            own=list(inputs),
+            value=outputs,
+        )
+
+    def _allgather_base(self, output: Any, own: Any, opts: Any = None) -> Any:
+        opts = _options(opts, _torch.AllgatherOptions)
+        return self._run(
+            "allgather",
+            [output],
+            lambda backend: backend._allgather_base(output, own, opts),
+            own=[own],
+        )
+
+    all_gather_single: Any = _allgather_base
+
+    def allgather_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+        """Give every rank all ranks' tensors; torch's arguments."""
+        opts = _options(opts, _torch.AllgatherOptions)
+        return self._run(
+            "allgather_coalesced",
+            [each for row in outputs for each in row],
+            lambda backend: backend.allgather_coalesced(outputs, inputs, opts),
+            own=list(inputs),
+            value=outputs,
+        )
+
+    def allgather_into_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+        """Give every rank all ranks' tensors; torch's arguments."""
+        opts = _options(opts, _torch.AllgatherOptions)
+        return self._run(
+            "allgather_into_tensor_coalesced",
+            list(outputs),
+            lambda backend: backend.allgather_into_tensor_coalesced(outputs, inputs, opts),
+            own=list(inputs),
+        )
+
+    all_gather_single_coalesced: Any = allgather_into_tensor_coalesced
+
+    def barrier(self, opts: Any = None) -> Any:
+        """Wait for every rank; torch's arguments."""
+        opts = _options(opts, _torch.BarrierOptions)
+        return self._run("barrier", [], lambda backend: backend.barrier(opts))
+
+    # ---- results that differ by rank ---------------------------------------------------------
+
+    def reduce(self, tensors: Any, opts: Any = None) -> Any:
+        """Reduce onto one rank; torch's arguments."""
+        reduces, opts = _listed(tensors), _options(opts, _torch.ReduceOptions)
+        return self._alone("reduce", reduces, lambda b: b.reduce(reduces, opts), spoils=reduces)
+
+    def gather(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+        """Give one rank all ranks' tensors; torch's arguments."""
+        opts = _options(opts, _torch.GatherOptions)
+        return self._alone("gather", _flat(outputs), lambda b: b.gather(outputs, inputs, opts))
+
+    def scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+        """Give each rank a tensor of one rank's; torch's arguments."""
+        opts = _options(opts, _torch.ScatterOptions)
+        return self._alone("scatter", list(outputs), lambda b: b.scatter(outputs, inputs, opts))
+
+    def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+        """Reduce, and give each rank a part; torch's arguments."""
+        opts, spoils = _options(opts, _torch.ReduceScatterOptions), _flat(inputs)
+        return self._alone(
+            "reduce_scatter",
+            list(outputs),
+            lambda b: b.reduce_scatter(outputs, inputs, opts),
+            spoils=spoils,
+        )
+
+    def _reduce_scatter_base(self, output: Any, own: Any, opts: Any = None) -> Any:
+        opts = _options(opts, _torch.ReduceScatterOptions)
+        return self._alone(
+            "reduce_scatter",
+            [output],
+            lambda b: b._reduce_scatter_base(output, own, opts),
+            spoils=[own],
+        )
+
+    reduce_scatter_single: Any = _reduce_scatter_base
+
+    def reduce_scatter_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+        """Reduce, and give each rank a part; torch's arguments."""
+        opts = _options(opts, _torch.ReduceScatterOptions)
+        return self._alone(
+            "reduce_scatter",
+            list(outputs),
+            lambda b: b.reduce_scatter_tensor_coalesced(outputs, inputs, opts),
+            spoils=list(inputs),
+        )
+
+    reduce_scatter_single_coalesced: Any = reduce_scatter_tensor_coalesced
+
+    def alltoall_base(self, output: Any, own: Any, *more: Any) -> Any:
+        """Give each rank a part of each rank's tensor; torch's arguments."""
+        if len(more) < 3:
+            more = (*more, _torch.AllToAllOptions())
+        return self._alone("alltoall", [output], lambda b: b.alltoall_base(output, own, *more))
+
+    all_to_all_single: Any = alltoall_base
+
+    def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+        """Give each rank a tensor of each rank's; torch's arguments."""
+        opts = _options(opts, _torch.AllToAllOptions)
+        return self._alone("alltoall", list(outputs), lambda b: b.alltoall(outputs, inputs, opts))
+
+    # ---- transfers between two ranks ---------------------------------------------------------
+
+    def send(self, tensors: Any, peer: int, tag: int = 0) -> Any:
+        """Send to one rank; torch's arguments."""
+        return self._communicator.between_two("send").send(tensors, peer, tag)
+
+    def recv(self, tensors: Any, peer: int, tag: int = 0) -> Any:
+        """Receive from one rank; torch's arguments."""
+        return self._communicator.between_two("recv").recv(tensors, peer, tag)
+
+    def recv_anysource(self, tensors: Any, tag: int = 0) -> Any:
+        """Receive from any rank; torch's arguments."""
+        return self._communicator.between_two("recv").recv_anysource(tensors, tag)
+
+    # ---- inside ------------------------------------------------------------------------------
+
+    def _run(
+        self,
+        kind: str,
+        results: list[torch.Tensor],
+        start: Callable[[Any], Any],
+        *,
+        kept: KeptInput = UNSPOILED,
+        own: Sequence[torch.Tensor] = (),
+        value: Any = None,
+        shared: bool = True,
+    ) -> Any:
+        form = Description(kind, described(results), shared, _site())
+        given = results if value is None else value
+        return CollectiveWork(
+            self._communicator.run(form, results, start, kept=kept, own=own, value=given)
+        )
+
+    def _alone(
+        self,
+        kind: str,
+        results: list[torch.Tensor],
+        start: Callable[[Any], Any],
+        spoils: Sequence[torch.Tensor] = (),
+    ) -> Any:
+        # Forms of such collectives differ by rank, too: only their kind is compared.
+        kept = self._inputs.keep(spoils) if spoils else UNSPOILED
+        form = Description(kind, (), shared=False, site=_site())
+        return CollectiveWork(
+            self._communicator.run(form, results, start, kept=kept, value=results)
+        )
+
+
+def _listed(tensors: Any) -> list[torch.Tensor]:
+    return [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+
+
+def _flat(rows: Any) -> list[torch.Tensor]:
+    return [each for row in rows for each in row]
+
+
+def _options(opts: Any, kind: Any) -> Any:
+    """Return torch's options; some callers give an operator, a root or nothing in their place."""
+    if isinstance(opts, kind):
+        return opts
+    made = kind()
+    if opts is None:
+        return made
+    name = "rootRank" if isinstance(opts, int) else "reduceOp"
+    if not hasattr(made, name):
+        raise CoordinationError(f"{kind.__name__} takes no {opts!r}")
+    setattr(made, name, opts)
+    return made
+
+
+def _operator(opts: Any) -> str:
+    op = opts.reduceOp
+    if op == _SUM:  # the usual one; naming it takes longer than the rest of a collective
+        return "SUM"
+    return str(getattr(op, "op", op)).rpartition(".")[2]
+
+
+_SUM: Any = dist.ReduceOp.SUM
+
+# Dynamo would trace them when torch's C++ calls them inside of a compiled forward.
+for _name in (
+    "allreduce",
+    "allreduce_coalesced",
+    "broadcast",
+    "allgather",
+    "_allgather_base",
+    "allgather_coalesced",
+    "allgather_into_tensor_coalesced",
+    "barrier",
+    "reduce",
+    "gather",
+    "scatter",
+    "reduce_scatter",
+    "_reduce_scatter_base",
+    "reduce_scatter_tensor_coalesced",
+    "alltoall_base",
+    "alltoall",
+):
+    setattr(Group, _name, untraced(vars(Group)[_name]))

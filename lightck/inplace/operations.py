@@ -1,0 +1,220 @@
+"""Collectives as this rank makes them: numbered, kept until nobody can lack them, made again.
+
+A program makes its collectives in the same order on every rank, so that a number names one for all
+of them. Of each the window keeps what a recovery may need: how to make it, its input where the
+collective overwrites that, and the tensors that hold its result. They are references; only results
+of at most `SMALL_BYTES` are copied, since loops change these in place (`loss /= world`). What was
+changed since is found by its version counter, and never given.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch.futures import Future
+
+from lightck.inplace.plan import Description
+
+SMALL_BYTES = 64 << 10
+"""Bytes up to which inputs and results are copied: a loop may change them at once."""
+MOST = 4096
+"""Collectives that are kept at most; behind them no replacement can be given what it lacks."""
+
+
+class State(enum.Enum):
+    """The state of a collective on this rank."""
+
+    WAITING = "waits for a link"
+    FLYING = "under way"
+    FAILED = "has failed, and is made again"
+    COMPLETE = "complete"
+
+
+class KeptInput(Protocol):
+    """The input of a collective that overwrites it, kept to make it again."""
+
+    def put_back(self) -> bool:
+        """Put it back; False if it is not there any more."""
+        ...
+
+    def release(self) -> None:
+        """Give up what is kept: the collective is complete. Idempotent."""
+        ...
+
+
+class Unspoiled:
+    """The input of a collective that does not overwrite it."""
+
+    def put_back(self) -> bool:
+        """There is nothing to put back."""
+        return True
+
+    def release(self) -> None:
+        """Nothing is kept."""
+
+
+UNSPOILED = Unspoiled()
+
+
+@dataclass(eq=False)
+class Operation:
+    """One collective of this rank."""
+
+    number: int
+    form: Description
+    start: Callable[[Any], Any]
+    """Begins it on a torch backend, and returns the backend's work."""
+    results: list[torch.Tensor]
+    """The tensors that hold the result once it is complete."""
+    kept: KeptInput = UNSPOILED
+    state: State = State.WAITING
+    attempt: int = 0
+    """The number of times it was begun: the end of an earlier attempt says nothing."""
+    future: Future[Any] = field(default_factory=Future)
+    """Done when it is complete; open while it has to be made again."""
+    value: Any = None
+    """The value of the future, in the form in which the caller expects it."""
+    _versions: tuple[int, ...] = ()
+    _copies: list[torch.Tensor] | None = None
+
+    def wait_for_link(self) -> None:
+        """Note that there is no link to begin it on."""
+        self.state = State.WAITING
+
+    def begun(self) -> int:
+        """Note that it is begun on a link; return the number of this attempt."""
+        self.state = State.FLYING
+        self.attempt += 1
+        return self.attempt
+
+    def failed(self) -> None:
+        """Note that it has failed, and has to be made again."""
+        self.state = State.FAILED
+
+    def completed(self) -> None:
+        """Note that the results are there, before anything can change them."""
+        self.state = State.COMPLETE
+        self.kept.release()
+        if sum(map(_bytes, self.results)) <= SMALL_BYTES:
+            self._copies = [each.detach().clone() for each in self.results]
+        else:
+            self._versions = tuple(each._version for each in self.results)
+
+    @property
+    def is_intact(self) -> bool:
+        """Tell whether the result of this complete collective is still there."""
+        return self._copies is not None or self._versions == tuple(
+            each._version for each in self.results
+        )
+
+    def result(self) -> list[torch.Tensor]:
+        """Return the tensors to give to who lacks them; check `is_intact` before and after."""
+        return self.results if self._copies is None else self._copies
+
+    def take(self, given: Sequence[torch.Tensor]) -> None:
+        """Copy a result that another rank gives into this rank's own tensors."""
+        with torch.no_grad():
+            for mine, theirs in zip(self.results, given, strict=True):
+                mine.detach().copy_(theirs.view(mine.shape))
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def described(tensors: Sequence[torch.Tensor]) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    """Return dtype and shape of each tensor, as in a `Description`."""
+    return tuple((_dtype_name(each.dtype), tuple(each.shape)) for each in tensors)
+
+
+@functools.cache
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def empty(form: Description) -> list[torch.Tensor]:
+    """Return new tensors for a result of this form."""
+    return [torch.empty(shape, dtype=getattr(torch, dtype)) for dtype, shape in form.tensors]
+
+
+@dataclass(eq=False)
+class Window:
+    """The collectives that a recovery may still need, and the forward starts between them.
+
+    The caller holds one lock around every call.
+    """
+
+    next: int = 0
+    """The number of the next collective."""
+    committed: int = 0
+    """The newest step whose commit is complete here."""
+    starts: dict[int, int] = field(default_factory=dict)
+    """For the last steps the number of the first collective behind their forward start."""
+    ends: dict[int, int] = field(default_factory=dict)
+    """The same for their ends."""
+    overflown: bool = False
+    """True if more collectives came in one step than are kept."""
+    _operations: dict[int, Operation] = field(default_factory=dict)
+
+    def take_number(self) -> int:
+        """Return the number of the collective that comes now."""
+        number, self.next = self.next, self.next + 1
+        return number
+
+    def go_on_from(self, number: int) -> None:
+        """Let the next collective have this number."""
+        self.next = number
+
+    def note_commit(self, step: int) -> None:
+        """Note that every rank has all results of the iteration that makes `step`."""
+        self.committed = step
+
+    def add(self, operation: Operation) -> None:
+        """Keep a collective that has just got its number."""
+        self._operations[operation.number] = operation
+        if len(self._operations) > MOST:
+            self.overflown = True
+            del self._operations[next(iter(self._operations))]
+
+    def forget(self, number: int) -> None:
+        """Keep a collective no longer."""
+        self._operations.pop(number, None)
+
+    def unfinished(self) -> list[Operation]:
+        """Return the collectives that are not complete, in their order."""
+        return [each for each in self if each.state is not State.COMPLETE]
+
+    def __iter__(self) -> Iterator[Operation]:
+        return iter([*self._operations.values()])
+
+    def get(self, number: int) -> Operation | None:
+        """Return a collective, or None if it is not kept or was never made."""
+        return self._operations.get(number)
+
+    def joined(self, step: int, end: int) -> None:
+        """Note that this rank goes on from a step's forward start; `end`: where the step ended."""
+        self.starts[step], self.ends[step] = self.next, end
+
+    def forward_started(self, step: int) -> None:
+        """Note the forward start of a step."""
+        self.starts.setdefault(step, self.next)
+
+    def step_ended(self, step: int) -> None:
+        """Give up what nobody can lack any more, now that `step` is complete on every rank.
+
+        Every rank has committed it: no recovery goes back behind the end of the step before.
+        """
+        floor = self.ends.get(step - 1, self.starts.get(step - 1))
+        self.ends[step] = self.next
+        self.starts = {at: number for at, number in self.starts.items() if at >= step - 1}
+        self.ends = {at: number for at, number in self.ends.items() if at >= step - 1}
+        if floor is None:
+            return
+        for number in [n for n in self._operations if n < floor]:
+            if self._operations[number].state is State.COMPLETE:
+                del self._operations[number]

@@ -1,0 +1,122 @@
+"""The collectives of a script's set-up, by which a replacement sets itself up alone.
+
+Behind `init_process_group` a script makes collectives of its own until it trains: DDP compares
+shapes and sends the first parameters, a seed is drawn on rank 0 and sent to all. A replacement
+makes them when nobody else does. What the first life of the job got is kept, up to a limit, and
+given to it in the same order. What was too large, or does not fit, is answered with what is there:
+large state is restored afterwards.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from lightck.errors import CoordinationError
+from lightck.inplace.operations import SMALL_BYTES, Operation
+from lightck.inplace.plan import Description
+
+MOST_BYTES = 1 << 20
+"""Bytes of results of a set-up that are kept at most."""
+
+
+@dataclass(eq=False)
+class SetupRecord:
+    """The small results of a set-up, in order. Collectives end on any thread."""
+
+    bytes: int = 0
+    _operations: dict[int, Operation] = field(default_factory=dict)
+
+    def add(self, operation: Operation) -> None:
+        """Keep a complete collective."""
+        size = sum(each.numel() * each.element_size() for each in operation.results)
+        if size <= SMALL_BYTES and self.bytes + size <= MOST_BYTES and operation.form.shared:
+            self.bytes += size
+            self._operations[operation.number] = operation
+
+    def to_text(self) -> str:
+        """Return it as text, for the job's store."""
+        rows = [
+            [each.form.to_message(), [_encoded(result) for result in each.result()]]
+            for _, each in sorted(self._operations.items())
+            if each.is_intact
+        ]
+        return json.dumps(rows)
+
+
+@dataclass(eq=False)
+class SetupAnswers:
+    """Answers the collectives of a replacement until it joins the others. One thread at a time."""
+
+    rank: int
+    kept: list[tuple[Description, list[torch.Tensor]]] = field(default_factory=list)
+    """The results of the first life's set-up that have not been given yet, in order."""
+
+    @staticmethod
+    def from_text(rank: int, text: str) -> SetupAnswers:
+        """Return what `SetupRecord.to_text` has told."""
+        rows = json.loads(text)
+        return SetupAnswers(
+            rank,
+            [
+                (Description.from_message(form), [_decoded(each) for each in told])
+                for form, told in rows
+            ],
+        )
+
+    def answer(
+        self, form: Description, results: Sequence[torch.Tensor], own: Sequence[torch.Tensor]
+    ) -> None:
+        """Put into the results what the collective gave, or would give to ranks that are alike.
+
+        Raises:
+            CoordinationError: its result differs by rank, and nobody knows this one's.
+        """
+        if not form.shared:
+            raise CoordinationError(
+                f"rank {self.rank} replaces one that was lost, and its set-up makes a {form.kind}"
+                f" ({form.site}), whose result differs by rank: restart all ranks"
+            )
+        for position, (known, given) in enumerate(self.kept):
+            if known == form:
+                del self.kept[: position + 1]
+                _copy(results, given)
+                return
+        if own:  # a gathering: every rank's place gets what this one gives
+            each = len(results) // len(own)
+            if each <= 1:
+                _copy_rows(results, own)
+            else:
+                _copy(results, [mine for mine in own for _ in range(each)])
+
+
+def _copy(results: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> None:
+    with torch.no_grad():
+        for mine, theirs in zip(results, given, strict=True):
+            mine.detach().copy_(theirs.view(mine.shape))
+
+
+def _copy_rows(results: Sequence[torch.Tensor], own: Sequence[torch.Tensor]) -> None:
+    with torch.no_grad():
+        for mine, theirs in zip(results, own, strict=True):
+            count = mine.numel() // max(1, theirs.numel())
+            mine.detach().view(-1).copy_(theirs.reshape(-1).repeat(count))
+
+
+def _encoded(tensor: torch.Tensor) -> list[Any]:
+    raw = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    text = base64.b64encode(bytes(raw.tolist())).decode()
+    return [str(tensor.dtype).removeprefix("torch."), [*tensor.shape], text]
+
+
+def _decoded(told: Sequence[Any]) -> torch.Tensor:
+    dtype, shape, text = told
+    raw = base64.b64decode(text)
+    flat = torch.frombuffer(bytearray(raw), dtype=torch.uint8) if raw else torch.empty(0)
+    kind: torch.dtype = getattr(torch, dtype)
+    return flat.view(kind).view(shape) if raw else torch.empty(shape, dtype=kind)

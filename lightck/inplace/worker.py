@@ -1,0 +1,84 @@
+"""A worker of `lightck run`: the user's script, with process groups that recover in place.
+
+    python -m lightck.inplace.worker [-m] SCRIPT [ARGUMENTS]
+
+The only file that touches how torch.distributed makes its groups: one private function of it is
+wrapped, so that a gloo group of all ranks is lightck's. `tests/distributed/test_in_place_seams.py`
+fails by name where a new torch has another.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import runpy
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lightck.events import event
+from lightck.inplace import runtime
+from lightck.inplace.generations import RUN
+
+BACKEND = "lightck"
+_c10d: Any = dist.distributed_c10d
+
+
+def install() -> None:
+    """Make gloo groups of all ranks lightck's, in this process. Idempotent."""
+    made = _c10d._new_process_group_helper
+    if getattr(made, "is_lightck", False):
+        return
+    dist.Backend.register_backend(BACKEND, runtime.make_group, devices=["cpu"])
+
+    def helper(
+        size: int, rank: int, ranks: Any, backend: Any, store: Any, *more: Any, **named: Any
+    ) -> Any:
+        if not ranks and RUN in os.environ:
+            # Torchrun's store outlives a restart of all ranks: each start needs keys of its own.
+            store = _c10d.PrefixStore(f"run/{os.environ[RUN]}", store)
+        ours = _is_gloo(str(backend)) and len(ranks) in (0, _world_size(size, ranks))
+        if not ours:
+            if not ranks and size > 1:
+                why = f"the default process group is {backend}: only gloo recovers in place"
+                event("in_place_off", logging.WARNING, why=why)
+            return made(size, rank, ranks, backend, store, *more, **named)
+        group, own = made(size, rank, ranks, dist.Backend(BACKEND), store, *more, **named)
+        if isinstance(group, dist.ProcessGroup):
+            _c10d._world.pg_map[group] = ("gloo", own)
+        return group, own
+
+    helper.is_lightck = True  # type: ignore[attr-defined]
+    _c10d._new_process_group_helper = helper
+
+
+def _world_size(size: int, ranks: Any) -> int:
+    return dist.get_world_size() if ranks and dist.is_initialized() else size
+
+
+def _is_gloo(backend: str) -> bool:
+    """Tell whether torch would take gloo for this."""
+    if backend in ("gloo", "cpu:gloo"):
+        return True
+    return backend in ("undefined", "cpu:gloo,cuda:nccl") and not torch.cuda.is_available()
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Run a script or module as torchrun would, with `install`ed groups."""
+    install()
+    as_module = arguments[0] == "-m"
+    script, *rest = arguments[1:] if as_module else arguments
+    sys.argv = [script, *rest]
+    if as_module:
+        sys.path[0] = os.getcwd()
+        runpy.run_module(script, run_name="__main__", alter_sys=True)
+    else:
+        sys.path[0] = os.path.dirname(os.path.abspath(script))
+        runpy.run_path(script, run_name="__main__")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

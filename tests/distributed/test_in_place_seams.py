@@ -1,0 +1,331 @@
+"""Parts of torch that recovery in place relies on: a torch without one fails here, by name."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.launcher.api as launcher
+import torch.distributed.run as torchrun
+from torch.distributed.elastic.agent.server.api import SimpleElasticAgent, WorkerGroup
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, start_processes
+from torch.distributed.elastic.multiprocessing.api import SubprocessContext
+
+from lightck.cli.run import SHARED_STORE
+from lightck.errors import CoordinationError
+from lightck.inplace import worker
+from lightck.inplace.agent import Agent, ReplacingContext
+from lightck.inplace.generations import RUN
+from lightck.inplace.group import CollectiveWork, Group
+from support.distributed import ranks
+
+c10d: Any = dist.distributed_c10d
+
+
+def parameters(of: Callable[..., Any]) -> list[str]:
+    """The names of a function's parameters."""
+    return [*inspect.signature(of).parameters]
+
+
+# ---- agent.py: torch elastic ---------------------------------------------------------------------
+
+
+def test_the_launcher_makes_its_agent_of_the_class_that_it_names(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class MadeError(Exception):
+        pass
+
+    def made(*_: Any, **named: Any) -> None:
+        raise MadeError(sorted(named))
+
+    monkeypatch.setattr(launcher, "LocalElasticAgent", made)
+    config = launcher.LaunchConfig(
+        1, 1, 1, run_id="seam", rdzv_backend="static", rdzv_endpoint="127.0.0.1:29400"
+    )
+    config.rdzv_configs["rank"] = 0
+    with pytest.raises(MadeError):
+        launcher.launch_agent(config, "true", [])
+
+
+def test_the_agent_starts_its_workers_by_the_function_that_is_overridden() -> None:
+    assert parameters(LocalElasticAgent._start_workers) == ["self", "worker_group"]
+    assert "self._start_workers(worker_group)" in inspect.getsource(
+        SimpleElasticAgent._initialize_workers
+    )
+    assert "_shutdown" in vars(LocalElasticAgent), "_shutdown"
+    for name in ("_start_workers", "_shutdown"):
+        assert name in vars(Agent), f"agent.py no longer overrides {name}"
+
+
+def test_the_agent_has_the_attributes_that_a_replacement_goes_by() -> None:
+    source = inspect.getsource(SimpleElasticAgent.__init__)
+    for name in ("_worker_group", "_remaining_restarts"):
+        assert f"self.{name} = " in source, name
+    assert "self._pcontext" in inspect.getsource(LocalElasticAgent.__init__)
+    group = inspect.getsource(WorkerGroup.__init__)
+    for name in ("workers", "master_addr", "master_port"):
+        assert f"self.{name}" in group, name
+    fields = inspect.getsource(torch.distributed.elastic.agent.server.api.Worker.__init__)
+    for name in ("global_rank", "id"):
+        assert f"self.{name}" in fields, name
+    # The agent compares these with its processes at each look.
+    assert "worker_pids != pc_pids" in inspect.getsource(LocalElasticAgent._monitor_workers)
+
+
+def test_the_context_of_processes_asks_the_function_that_is_overridden_of_each_end(
+    tmp_path: Path,
+) -> None:
+    asked: list[tuple[set[int], dict[int, int | None]]] = []
+
+    class Asked(SubprocessContext):  # type: ignore[misc]
+        def _capture_process_failures(self, done_local_ranks: set[int]) -> None:
+            statuses = {
+                local: handler.proc.poll() for local, handler in self.subprocess_handlers.items()
+            }
+            asked.append(({*self._running_local_ranks}, statuses))
+            super()._capture_process_failures(done_local_ranks)
+
+    started: Any = start_processes(
+        "seam", "false", {0: ("x",)}, {0: {"A": "b"}}, DefaultLogsSpecs(str(tmp_path))
+    )
+    assert type(started) is SubprocessContext
+    started.__class__ = Asked
+    try:
+        assert started.args[0] == ("x",)
+        assert started.envs[0]["A"] == "b"
+        handler = started.subprocess_handlers[0]
+        assert hasattr(handler, "_stdout")
+        assert hasattr(handler, "_stderr")
+        assert handler.proc.wait(60) == 1
+        result = started.wait(0)
+    finally:
+        started.close()
+    assert asked[0] == ({0}, {0: 1})
+    assert result is not None
+    assert result.failures[0].exitcode == 1
+    assert parameters(SubprocessContext._close)[:2] == ["self", "death_sig"]
+    for name in ("_capture_process_failures", "_close"):
+        assert name in vars(ReplacingContext), f"agent.py no longer overrides {name}"
+
+
+def test_torchrun_has_the_functions_and_options_that_lightck_run_takes_over() -> None:
+    found = torchrun.get_args_parser().parse_args(["--standalone", "x.py", "--own"])
+    for name in ("max_restarts", "monitor_interval", "training_script", "training_script_args"):
+        assert hasattr(found, name), name
+    for name in ("module", "no_python", "run_path", "start_method"):
+        assert hasattr(found, name), name
+    assert (found.training_script, found.training_script_args) == ("x.py", ["--own"])
+    assert parameters(torchrun.run) == ["args"]
+    static = torch.distributed.elastic.rendezvous
+    sources = [Path(each).read_text() for each in Path(static.__path__[0]).glob("*.py")]
+    assert any(SHARED_STORE in each for each in sources), SHARED_STORE
+
+
+# ---- worker.py and group.py: torch.distributed ---------------------------------------------------
+
+
+def test_groups_are_made_by_the_function_that_is_wrapped() -> None:
+    first = ["group_size", "group_rank", "global_ranks_in_group", "backend", "store"]
+    assert parameters(c10d._new_process_group_helper)[:5] == first
+
+    def train(me: ranks.Me) -> list[Any]:
+        made, seen = c10d._new_process_group_helper, []
+
+        def helper(size: int, rank: int, which: Any, backend: Any, *more: Any, **named: Any) -> Any:
+            group, store = made(size, rank, which, backend, *more, **named)
+            told = c10d._world.pg_map[group]
+            seen.append((size, rank, which, str(backend), isinstance(group, dist.ProcessGroup)))
+            assert told[0] == "gloo", told
+            return group, store
+
+        c10d._new_process_group_helper = helper
+        store = dist.HashStore()
+        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+        dist.new_group([0])
+        dist.destroy_process_group()
+        return seen
+
+    with ranks.started(1, train, initialized=False) as job:
+        (seen,) = job.results()
+    assert seen == [(1, 0, [], "gloo", True), (1, 0, [0], "gloo", True)]
+
+
+def test_install_wraps_that_function_once() -> None:
+    def train(_: ranks.Me) -> tuple[bool, bool]:
+        plain = c10d._new_process_group_helper
+        worker.install()
+        wrapped = c10d._new_process_group_helper
+        worker.install()
+        return wrapped is not plain, c10d._new_process_group_helper is wrapped
+
+    with ranks.started(1, train, initialized=False) as job:
+        assert job.results() == [(True, True)]
+
+
+PASSED_ON = (
+    "allreduce",
+    "allreduce_coalesced",
+    "broadcast",
+    "allgather",
+    "_allgather_base",
+    "allgather_coalesced",
+    "allgather_into_tensor_coalesced",
+    "barrier",
+    "reduce",
+    "gather",
+    "scatter",
+    "reduce_scatter",
+    "_reduce_scatter_base",
+    "reduce_scatter_tensor_coalesced",
+    "alltoall_base",
+    "alltoall",
+    "send",
+    "recv",
+    "recv_anysource",
+)
+
+
+NOT_OF_GLOO = ("allgather_into_tensor_coalesced", "reduce_scatter_tensor_coalesced")
+"""Torch's Python has these for groups only, so that they cannot be called on a gloo back end."""
+
+
+@pytest.mark.parametrize("name", PASSED_ON)
+def test_gloo_has_the_collective_and_the_group_overrides_torch_s(name: str) -> None:
+    assert hasattr(dist.ProcessGroup, name), name
+    if name not in NOT_OF_GLOO:
+        assert hasattr(dist.ProcessGroupGloo, name), name
+    assert name in vars(Group), name
+
+
+def test_no_collective_of_torch_s_group_is_missing_in_lightck_s() -> None:
+    """A new collective of torch's would go to a back end that the group does not have."""
+    kinds = ("reduce", "gather", "broadcast", "scatter", "barrier", "send", "recv", "alltoall")
+    of_torch = {
+        name
+        for name in dir(dist.ProcessGroup)
+        if not name.startswith("__") and any(kind in name for kind in (*kinds, "all_to_all"))
+    }
+    assert of_torch - {*vars(Group)} == KNOWN_MISSING
+
+
+KNOWN_MISSING = {"monitored_barrier"}
+"""Torch's Python code makes it for gloo of the transfers between two ranks."""
+
+
+def test_the_work_of_a_collective_gives_its_value_to_python_and_to_torch_s_code() -> None:
+    future: torch.futures.Future[Any] = torch.futures.Future()
+    work = CollectiveWork(future)
+    assert not work.is_completed()
+    value = [torch.ones(2)]
+    future.set_result(value)
+    assert work.wait()
+    assert work.is_completed()
+    assert work.get_future().wait()[0] is value[0]
+
+
+def test_the_work_of_a_collective_that_has_failed_raises_in_python_and_in_torch_s_code() -> None:
+    future: torch.futures.Future[Any] = torch.futures.Future()
+    work = CollectiveWork(future)
+    future.set_exception(CoordinationError("all ranks have to be restarted"))
+    with pytest.raises(CoordinationError, match="all ranks have to be restarted"):
+        work.wait()
+    # This one has no Python code of its own: it raises what torch's C++ was given.
+    with pytest.raises(RuntimeError, match="all ranks have to be restarted"):
+        work.get_future().wait()
+
+
+@pytest.mark.parametrize(
+    ("name", "attribute"),
+    [
+        ("AllreduceOptions", "reduceOp"),
+        ("AllreduceCoalescedOptions", "reduceOp"),
+        ("BroadcastOptions", "rootRank"),
+        ("BroadcastOptions", "rootTensor"),
+        ("ReduceOptions", "rootRank"),
+        ("ReduceOptions", "reduceOp"),
+        ("GatherOptions", "rootRank"),
+        ("ScatterOptions", "rootRank"),
+        ("ReduceScatterOptions", "reduceOp"),
+        ("AllgatherOptions", "asyncOp"),
+        ("AllToAllOptions", "timeout"),
+        ("BarrierOptions", "device_ids"),
+    ],
+)
+def test_options_of_collectives_have_the_attributes_that_the_group_sets(
+    name: str, attribute: str
+) -> None:
+    made = getattr(torch._C._distributed_c10d, name)()
+    assert hasattr(made, attribute), f"{name}.{attribute}"
+
+
+# ---- what agent.py does with it ------------------------------------------------------------------
+
+
+def test_a_worker_that_ends_while_another_is_replaced_is_replaced_as_well(tmp_path: Path) -> None:
+    """Torch's own look at the workers comes right after: it must find none that has failed."""
+    standing = ("-c", "exec sleep 1000")
+    started: Any = start_processes(
+        "seam",
+        "sh",
+        {0: standing, 1: ("-c", "exit 3")},
+        {0: {}, 1: {}},
+        DefaultLogsSpecs(str(tmp_path)),
+    )
+    replaced: list[tuple[int, int]] = []
+
+    class Replacer:
+        closing = False
+
+        def end_standing(self) -> None:
+            """No rank stands."""
+
+        def replace(self, local_rank: int, code: int) -> bool:
+            replaced.append((local_rank, code))
+            handler = started.subprocess_handlers[local_rank]
+            handler.proc = subprocess.Popen(["sh", *standing], start_new_session=True)
+            if local_rank == 1:
+                other = started.subprocess_handlers[0].proc
+                other.kill()
+                other.wait()
+            return True
+
+    started.__class__ = ReplacingContext
+    started.agent = Replacer()
+    try:
+        started.subprocess_handlers[1].proc.wait(60)
+        assert started.wait(0) is None
+        assert started.wait(0) is None
+        assert replaced == [(1, 3), (0, -9)]
+    finally:
+        started.close()
+
+
+def test_each_start_of_all_ranks_has_keys_of_its_own_in_a_store_that_outlives_it() -> None:
+    """Torchrun's store has the keys of the start before: lightck's rounds would find them."""
+
+    def train(_: ranks.Me) -> list[bool]:
+        found = []
+        store, made = dist.HashStore(), c10d._new_process_group_helper
+        worker.install()
+        for start in ("1", "2"):
+            os.environ[RUN] = start
+            # A back end that needs no connections; keys are those of any other.
+            dist.init_process_group("fake", store=store, rank=0, world_size=2)
+            own = c10d._get_default_store()
+            found.append(own.check(["round"]))
+            own.set("round", "1")
+            dist.destroy_process_group()
+        c10d._new_process_group_helper = made
+        return found
+
+    with ranks.started(1, train, initialized=False) as job:
+        assert job.results() == [[False, False]]

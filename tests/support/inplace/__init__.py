@@ -1,0 +1,1 @@
+"""Ranks of a job as threads of one process, for recovery in place without torchrun."""

@@ -1,0 +1,88 @@
+"""Trainings for torchrun and `lightck run` that use more of torch.distributed than DDP does.
+
+    others.py KIND FOLDER STEPS [DEATH]
+
+KIND: `fsdp` (fully_shard), `objects` (object collectives around DDP), `compiled` (torch.compile of
+a DDP model). Each rank appends its losses and results to FOLDER/<rank>.said. With DEATH, rank 1
+kills itself once, in the forward behind that step; then, and only then, lightck is attached.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import lightck
+
+
+def made(kind: str) -> Any:
+    """Return the model."""
+    torch.manual_seed(3)
+    net = nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1))
+    if kind == "fsdp":
+        mesh = dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
+        for layer in net:
+            if isinstance(layer, nn.Linear):
+                fully_shard(layer, mesh=mesh)
+        return fully_shard(net, mesh=mesh)
+    wrapped = DistributedDataParallel(net)
+    return torch.compile(wrapped, backend="aot_eager") if kind == "compiled" else wrapped
+
+
+def exchanged(step: int) -> str:
+    """Return what a round of object collectives gives."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    gathered: list[Any] = [None] * world
+    dist.all_gather_object(gathered, {"rank": rank, "step": step})
+    sent = [f"of rank {rank}", step] if rank == 0 else [None, None]
+    dist.broadcast_object_list(sent, 0)
+    mine: list[Any] = [None]
+    dist.scatter_object_list(mine, [f"for {each}" for each in range(world)] if not rank else None)
+    return f"{gathered} {sent} {mine}"
+
+
+def main(kind: str, folder: Path, steps: int, death: int | None) -> None:
+    """Train."""
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    path = folder / f"{rank}.said"
+    first = not path.exists()
+    said = path.open("a", buffering=1)
+    print("pid", os.getpid(), file=said)
+    model = made(kind)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    run: Any = nullcontext()
+    if death is not None:
+        lightck.restore(model, optimizer, folder / "regions")
+        run = lightck.attach(model, optimizer, folder / "regions")
+    with run as handle:
+        step = 0 if handle is None else handle.step
+        while step < steps:
+            generator = torch.Generator().manual_seed(100 * step + rank)
+            x = torch.randn(4, 8, generator=generator)
+            if step == death and rank == 1 and first:
+                os.kill(os.getpid(), signal.SIGKILL)
+            loss = model(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            step += 1
+            more = exchanged(step) if kind == "objects" else ""
+            print("step", step, float(loss.detach()).hex(), more, file=said)
+    dist.barrier()  # no rank leaves while another still receives
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    last = int(sys.argv[4]) if len(sys.argv) > 4 else None
+    main(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), last)
