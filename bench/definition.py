@@ -28,6 +28,7 @@ KINDS = (
     "busy",
     "recovery",
     "restart",
+    "in_place",
     "policies",
     "policies_real",
     *RANKS,
@@ -59,7 +60,8 @@ class Method:
             models, whose steps may be shorter than a commit; real engines must keep up.
         fault: the failure, for `recovery`: a key of `bench.measures.recovery.FAULTS`.
         case: for `policies` a key of `bench.simulated.CASES`; for `policies_real` what is measured,
-            a key of `bench.measures.policies_real.WAYS`.
+            a key of `bench.measures.policies_real.WAYS`; for `in_place` how the job is run, one of
+            `bench.measures.in_place.CASES`.
     """
 
     policy: str = "pairs"

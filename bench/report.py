@@ -30,6 +30,10 @@ _MAIN = {
         *("stall_ratio", "stall_p99_ratio", "copy_p99_ratio"),
     ),
     "recovery": ("recovery", "detected", "saved", "ended", "restart", "first_step"),
+    "in_place": (
+        *("pause_s", "kill_s", "again_s", "noticed_s", "setup_s", "beyond_s", "step_s"),
+        *("moved", "kept_bytes", "cost_s", "cost_cpu_s"),
+    ),
     "restart": (
         *("restart_s", "start_s", "restore_s", "first_step_s", "lost_steps", "lost_work_s"),
         "interval_steps",

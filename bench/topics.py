@@ -72,7 +72,7 @@ TOPICS = (
         "failures",
         "Failure and restart",
         "How fast is the state saved when training fails, and how fast does training go on?",
-        ("jit", "recovery", "restart"),
+        ("jit", "recovery", "in-place", "restart"),
     ),
     Topic(
         "policies",

@@ -106,6 +106,18 @@ KINDS = {
         {"flush": False},
         ("lm-resiliency",),
     ),
+    "torchft": Kind(
+        "bench.in_place.torchft_script",
+        "torchft's Manager, DDP and Optimizer, as many replicas as ranks; lighthouse at 0.1 s, 1 s",
+        ("torch",),
+        {"spare": False},
+    ),
+    "nvrx": Kind(
+        "bench.in_place.nvrx_script",
+        "nvidia-resiliency-ext in-process: the function is entered again, by fewer ranks",
+        ("torch",),
+        {},
+    ),
 }
 
 

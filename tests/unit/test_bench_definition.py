@@ -145,6 +145,9 @@ def test_every_requirement_on_speed_has_a_target() -> None:
     # Issue 29's: budgets, a CPU taken away, auto in minutes and an hour; what is simulated.
     real = 2 * [0.035, 0.045, 0.5] + 2 * [0, 60] + [0.01] + 2 * [0.01, 1.2, 0.8]
     played = 4 * [1.1] + 2 * [0.45, 1.1] + [1.0] + [0.9, 0.8, 1.0, 0.42] + 2 * [1.0]
+    # Issue 30's: notice and kill to training, survivors' pause, what a step costs and keeps.
+    in_place = [0.3, 2.5, 1.0, 1.67, 3.0, 0.001, 0]
     found = [*ratios, 64 << 20, 64 << 20, *ranks, *failures, *four, *suite, *busy, *real, *played]
+    found += in_place
     assert bounds == sorted(found)
     assert not [t.row for t in rows if t.unavailable]
