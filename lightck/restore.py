@@ -178,7 +178,7 @@ def restore(
         root, optimizers = check("restore", model, optimizer, path, extras, more)
         wanted, known = _wanted(step, strict, ranks.joining), progress(root)
         if known.attached:
-            raise LightckError("a handle records this model: close() or detach() it first")
+            raise LightckError("a handle records this model: close() or detach() the handle first")
         where = location.locate(Config.resolve(path=path).path, ranks.rank, create=False)
         live = Inventory(root, optimizers, parse(extras) + extra_states(root))
         attempts = restore_attempts(ranks, where, wanted, known.continuation)

@@ -20,13 +20,6 @@ CHECKED = (
     "integration/test_journal_entries.py",
     "distributed/test_attach.py",
     "distributed/test_restore.py",
-    "e2e/test_in_place_others.py": {
-        "test_a_training_gives_the_bits_that_it_gives_under_torchrun": 0,
-        "test_sharded_state_restarts_all_ranks_and_says_so": 0,
-    },
-    "e2e/test_in_place_soak.py": {
-        "test_ranks_killed_and_cut_at_random_moments_leave_no_trace": 0,
-    },
     "e2e/test_failures.py",
 )
 
@@ -141,6 +134,13 @@ KEPT = {
     },
     "distributed/test_traffic.py": {
         "test_the_timeline_shows_buckets_and_the_wait_for_them": 2,
+    },
+    "e2e/test_in_place_others.py": {
+        "test_a_training_gives_the_bits_that_it_gives_under_torchrun": 0,
+        "test_sharded_state_restarts_all_ranks_and_says_so": 0,
+    },
+    "e2e/test_in_place_soak.py": {
+        "test_ranks_killed_and_cut_at_random_moments_leave_no_trace": 0,
     },
     "e2e/test_back_end_kills.py": {
         "test_a_killed_training_resumes_bit_by_bit_on_memory": 0,

@@ -12,14 +12,15 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from torch.distributed.distributed_c10d import TCPStore  # type: ignore[attr-defined]
-from torchft import DistributedDataParallel, Manager, Optimizer, ProcessGroupGloo
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from bench.in_place.common import Asked, Marks, Script
 from bench.in_place.supervise import dies_with_parent
 
 
-def _manager(script: Script, optimizer: torch.optim.Optimizer) -> Manager:
+def _manager(script: Script, optimizer: torch.optim.Optimizer) -> Any:
+    from torchft import Manager, ProcessGroupGloo
+
     def load(state: Any) -> None:
         script.model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
@@ -47,6 +48,8 @@ def _manager(script: Script, optimizer: torch.optim.Optimizer) -> Manager:
 
 def main() -> None:
     """Train until the measuring process has had enough."""
+    from torchft import DistributedDataParallel, Optimizer
+
     dies_with_parent()
     rank = int(sys.stdin.readline())
     began_s = time.monotonic()

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import inspect
 import os
+import signal
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,16 @@ from lightck.inplace.group import CollectiveWork, Group
 from support.distributed import ranks
 
 c10d: Any = dist.distributed_c10d
+
+
+@pytest.fixture(autouse=True)
+def handlers() -> Iterator[None]:
+    """Give back the signal handlers that torch elastic replaces when it starts processes."""
+    every = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT
+    kept = {each: signal.getsignal(each) for each in every}
+    yield
+    for each, handler in kept.items():
+        signal.signal(each, handler)
 
 
 def parameters(of: Callable[..., Any]) -> list[str]:
