@@ -5,6 +5,7 @@ torch.save, or not at all.
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -98,6 +99,10 @@ def main() -> None:
                 kept.advance()
             script.ended(step(), loss, **_memory())
     dist.destroy_process_group()
+    # Torch 2.13 may hang at the exit: DDP's reducer is freed under Python's lock, joins gloo's
+    # thread, and that one waits for the lock.
+    sys.stdout.flush()
+    os._exit(0)
 
 
 if __name__ == "__main__":
