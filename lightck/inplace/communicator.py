@@ -75,8 +75,9 @@ class Communicator:
     _answers: dict[int, tuple[Description, list[torch.Tensor]]] = field(default_factory=dict)
     _prelude: dict[int, Description] = field(default_factory=dict)
     """The collectives at which a replacement's program may begin, before the planned one."""
-    _begun: SimpleQueue[tuple[Operation, int, Any]] = field(default_factory=SimpleQueue)
-    """The collectives that were begun on a link and whose ends are waited for, in order."""
+    _begun: SimpleQueue[tuple[Operation, int, Any] | None] = field(default_factory=SimpleQueue)
+    """The collectives that were begun on a link and whose ends are waited for, in order; None ends
+    that."""
     _waiter: threading.Thread | None = None
 
     # ---- for the program ---------------------------------------------------------------------
@@ -227,6 +228,7 @@ class Communicator:
                 each.completed()
             self.changed.notify_all()
         self.interrupt()
+        self._begun.put(None)
         for each in open_ones:
             each.future.set_exception(CoordinationError(f"recovery in place: {why}"))
 
@@ -261,7 +263,11 @@ class Communicator:
         collectives, until the training thread lets go of Python's lock.
         """
         while True:
-            operation, attempt, work = self._begun.get()
+            begun = self._begun.get()
+            if begun is None:
+                return
+            operation, attempt, work = begun
+            del begun
             why = ""
             try:
                 work.wait()

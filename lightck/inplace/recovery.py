@@ -133,10 +133,7 @@ class InPlaceRecovery:
                     continue
                 found = self.watched.update()
             except StoreError as error:
-                with self.communicator.changed:
-                    stopped = self._stopped
-                if not stopped:
-                    self.communicator.end(f"the job's store does not answer: {error}")
+                self._store_lost(f"the job's store does not answer: {error}")
                 return
             with self.communicator.changed:
                 self._newest = found
@@ -145,6 +142,16 @@ class InPlaceRecovery:
             self.communicator.interrupt()
             if opening is not None:
                 opening.cut()
+
+    def _store_lost(self, why: str) -> None:
+        """Recover no more: training goes on, as long as no collective fails."""
+        with self.communicator.changed:
+            stopped, recovering = self._stopped, self.recovering
+        if recovering:
+            self.communicator.end(why)
+        elif not stopped:
+            event("in_place_off", logging.WARNING, why=why)
+            self.turn_off(why)
 
     def _run(self) -> None:
         changed = self.communicator.changed

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch.futures import Future
 
+from lightck.errors import StoreError
 from lightck.inplace.communicator import Communicator
 from lightck.inplace.generations import SETUP, Generations
 from lightck.inplace.inputs import Inputs
@@ -26,7 +27,7 @@ from lightck.inplace.plan import Description
 from lightck.inplace.recovery import InPlaceRecovery, Replacement
 from lightck.inplace.setup import SetupAnswers
 
-MOST_S = 10.0
+MOST_S = 60.0
 VALUES = 64
 
 
@@ -36,6 +37,7 @@ class Store:
     def __init__(self) -> None:
         self.values: dict[str, bytes] = {}
         self.changed = threading.Condition()
+        self.closed = False
 
     def read(self, key: str) -> bytes | None:
         with self.changed:
@@ -54,7 +56,16 @@ class Store:
 
     def wait(self, key: str, seconds: float) -> bool:
         with self.changed:
-            return self.changed.wait_for(lambda: key in self.values, seconds)
+            self.changed.wait_for(lambda: key in self.values or self.closed, seconds)
+            if self.closed:
+                raise StoreError("the job is over")
+            return key in self.values
+
+    def close(self) -> None:
+        """End every wait: the job is over, and its threads with it."""
+        with self.changed:
+            self.closed = True
+            self.changed.notify_all()
 
 
 @dataclass(eq=False)
@@ -370,6 +381,14 @@ class Job:
         with self._lock:
             for rank in range(self.world):
                 self.ranks[rank] = Rank(self, rank, 0)
+        try:
+            self._run()
+        finally:
+            self.store.close()
+            for each in [*self.ranks.values()]:
+                each.communicator.end("the job is over")
+
+    def _run(self) -> None:
         for each in [*self.ranks.values()]:
             each.thread.start()
         end_s = time.monotonic() + MOST_S
