@@ -91,6 +91,15 @@ def test_a_rank_that_is_lost_in_the_last_step_is_replaced(
     jobs.assert_in_place(job, golden.of(2, STEPS))
 
 
+def test_a_rank_that_stands_is_ended_for_the_others_and_replaced(
+    tmp_path: Path, golden: jobs.Golden
+) -> None:
+    options = ("hang",)
+    faults = [Fault("stop", 6, "backward", 1)]
+    job = jobs.run(tmp_path, 2, STEPS, *options, faults=faults, hold_s=3600)
+    jobs.assert_in_place(job, golden.of(2, STEPS, *options))
+
+
 @pytest.mark.parametrize("rank", (0, 1))
 def test_a_rank_that_is_lost_in_an_evaluation_is_replaced(
     tmp_path: Path, golden: jobs.Golden, rank: int

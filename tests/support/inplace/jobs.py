@@ -100,12 +100,12 @@ def command(
     return [*run, *(usual if not launch else ()), *launch, str(TRAINER), *out]
 
 
-def prepare(folder: Path, faults: Sequence[Fault] = ()) -> None:
+def prepare(folder: Path, faults: Sequence[Fault] = (), hold_s: float = HOLD_S) -> None:
     """Make a job's folders, with the plan of its faults."""
     for name in ("out", "regions", "chaos"):
         (folder / name).mkdir(parents=True, exist_ok=True)
     (folder / "chaos" / EVENTS).touch()
-    write_plan(folder / "chaos", faults, HOLD_S)
+    write_plan(folder / "chaos", faults, hold_s)
 
 
 @contextlib.contextmanager
@@ -134,6 +134,7 @@ def run(
     *options: str,
     faults: Sequence[Fault] = (),
     more: Sequence[str] = (),
+    hold_s: float = HOLD_S,
 ) -> Job:
     """Run a job to its end, on one node.
 
@@ -144,8 +145,9 @@ def run(
         options: of the trainer.
         faults: to inject.
         more: options of `lightck run`.
+        hold_s: seconds that a stopped rank stands.
     """
-    prepare(folder, faults)
+    prepare(folder, faults, hold_s)
     launch = ["--standalone", f"--nproc-per-node={world}", *more]
     words = command(folder, world, steps, options, launch)
     with started(words, folder, "run", environment(folder)) as process:

@@ -166,6 +166,8 @@ def settings(options: set[str]) -> dict[str, Any]:
     off = given(options, "off")
     if off == "failure":
         chosen["failure"] = "off"
+    if "hang" in options:
+        chosen["failure"] = lightck.Failure(hang_exit_s=1.0)
     if off == "keep":
         chosen["keep"] = "every 2 steps"
     return {**chosen, "close_timeout_s": 20}
