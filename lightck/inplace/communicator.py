@@ -34,6 +34,10 @@ DRAIN_S = 30.0
 """Seconds in which collectives on a link that was cut must have ended."""
 
 
+SETUP_MOST = 256
+"""Small results of a set-up that are kept for replacements at most."""
+
+
 class AnyLink(Protocol):
     """A link, as far as the communicator needs it."""
 
@@ -67,6 +71,8 @@ class Communicator:
     """Guards everything here; notified of what a recovery begins by, not of each collective."""
     ended: str = ""
     """Why recovery in place is impossible; empty while it is not."""
+    recovers: bool = False
+    """True while a recovery may need what the program's collectives had and have given."""
     transfers: str = ""
     """The kind of a transfer between two ranks that the program has made; empty: none."""
     suspicion: str = ""
@@ -79,6 +85,8 @@ class Communicator:
     """The collectives that were begun on a link and whose ends are waited for, in order; None ends
     that."""
     _waiter: threading.Thread | None = None
+    _most: int = SETUP_MOST
+    """Small results that are kept while none recovers: a set-up's, then none."""
 
     # ---- for the program ---------------------------------------------------------------------
 
@@ -91,6 +99,7 @@ class Communicator:
         kept: KeptInput = UNSPOILED,
         own: Sequence[torch.Tensor] = (),
         value: Any = None,
+        commits: int = 0,
     ) -> Future[Any]:
         """Make a collective; returns at once, with the future that is done when it is complete.
 
@@ -101,6 +110,7 @@ class Communicator:
             kept: its input, if it overwrites that.
             own: what this rank gives to a gathering.
             value: what the future gives.
+            commits: the step that it commits; 0: none.
         """
         with self.changed:
             if self.setup is not None:
@@ -109,7 +119,7 @@ class Communicator:
             if self._prelude:
                 self._enter(form)
             number = self.window.take_number()
-            operation = Operation(number, form, start, results, kept, value=value)
+            operation = Operation(number, form, start, results, kept, value=value, commits=commits)
             self.window.add(operation)
             if self.ended:
                 operation.future.set_exception(CoordinationError(self.ended))
@@ -142,11 +152,15 @@ class Communicator:
                 return
         token = torch.zeros(1)
         form = Description(f"commit of step {step}", (("float32", (1,)),))
-        self.run(form, [token], lambda backend: backend.allreduce([token])).wait()
-        with self.changed:
-            self.window.note_commit(step)
+        start = lambda backend: backend.allreduce([token])  # noqa: E731
+        self.run(form, [token], start, commits=step).wait()
 
     # ---- for the recovery --------------------------------------------------------------------
+
+    def keep(self, *, recovers: bool) -> None:
+        """Keep from now on what a recovery needs, or nothing any more."""
+        with self.changed:
+            self.recovers, self._most = recovers, 0
 
     def interrupt(self) -> None:
         """Break the link: from now on collectives wait. Returns at once."""
@@ -163,13 +177,9 @@ class Communicator:
     def pass_commit(self, step: int) -> None:
         """Complete the commit of `step` that waits here: another rank has passed it."""
         with self.changed:
-            waiting = [
-                each
-                for each in self.window.unfinished()
-                if each.form.kind == f"commit of step {step}"
-            ]
+            waiting = [each for each in self.window.unfinished() if each.commits == step]
             for each in waiting:
-                each.completed()
+                self._complete(each)
         for each in waiting:
             each.future.set_result(each.value)
 
@@ -281,7 +291,7 @@ class Communicator:
         operation.completed()
         if form == operation.form:
             operation.take(given)
-            operation.completed()
+            self._complete(operation)
             operation.future.set_result(operation.value)
             return
         why = (
@@ -291,13 +301,22 @@ class Communicator:
         )
         operation.future.set_exception(CoordinationError(why))
 
+    def _complete(self, operation: Operation) -> None:
+        """Note that a collective is complete; under the lock."""
+        operation.completed()
+        if operation.commits:
+            # Here and not where training waits: a recovery counts it before training goes on.
+            self.window.note_commit(operation.commits)
+        if not self.recovers and not self.window.keeps(operation, self._most):
+            self.window.forget(operation.number)
+
     def _over(self, operation: Operation, attempt: int, why: str) -> None:
         """Note the end of an attempt; `why` it failed, or nothing."""
         with self.changed:
             if operation.state is not State.FLYING or operation.attempt != attempt:
                 return
             if not why:
-                operation.completed()
+                self._complete(operation)
             else:
                 operation.failed()
                 if self._link is not None:

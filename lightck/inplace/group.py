@@ -22,7 +22,7 @@ from torch.futures import Future
 
 from lightck.errors import CoordinationError
 from lightck.inplace.communicator import Communicator
-from lightck.inplace.operations import UNSPOILED, KeptInput, described
+from lightck.inplace.operations import NOT_KEPT, UNSPOILED, KeptInput, described
 from lightck.inplace.plan import Description
 from lightck.loop.hooks import untraced
 
@@ -160,7 +160,7 @@ class Group(_ProcessGroup):  # type: ignore[misc] # torch's own names say less t
             f"allreduce {_operator(opts)}",
             reduces,
             lambda backend: backend.allreduce(reduces, opts),
-            kept=self._inputs.keep(reduces),
+            kept=self._kept(reduces),
         )
 
     def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> Any:
@@ -171,7 +171,7 @@ class Group(_ProcessGroup):  # type: ignore[misc] # torch's own names say less t
             f"allreduce_coalesced {_operator(opts)}",
             reduces,
             lambda backend: backend.allreduce_coalesced(reduces, opts),
-            kept=self._inputs.keep(reduces),
+            kept=self._kept(reduces),
         )
 
     def broadcast(self, tensors: Any, opts: Any = None) -> Any:
@@ -312,6 +312,9 @@ class Group(_ProcessGroup):  # type: ignore[misc] # torch's own names say less t
 
     # ---- inside ------------------------------------------------------------------------------
 
+    def _kept(self, tensors: Sequence[torch.Tensor]) -> KeptInput:
+        return self._inputs.keep(tensors) if self._communicator.recovers else NOT_KEPT
+
     def _run(
         self,
         kind: str,
@@ -337,7 +340,7 @@ class Group(_ProcessGroup):  # type: ignore[misc] # torch's own names say less t
         spoils: Sequence[torch.Tensor] = (),
     ) -> Any:
         # Forms of such collectives differ by rank, too: only their kind is compared.
-        kept = self._inputs.keep(spoils) if spoils else UNSPOILED
+        kept = self._kept(spoils) if spoils else UNSPOILED
         form = Description(kind, (), shared=False, site=_site())
         return CollectiveWork(
             self._communicator.run(form, results, start, kept=kept, value=results)

@@ -61,6 +61,17 @@ class Unspoiled:
 UNSPOILED = Unspoiled()
 
 
+class NotKept(Unspoiled):
+    """The input of a collective that overwrites it, where none is made again."""
+
+    def put_back(self) -> bool:
+        """Tell that it is not there any more."""
+        return False
+
+
+NOT_KEPT = NotKept()
+
+
 @dataclass(eq=False)
 class Operation:
     """One collective of this rank."""
@@ -79,6 +90,8 @@ class Operation:
     """Done when it is complete; open while it has to be made again."""
     value: Any = None
     """The value of the future, in the form in which the caller expects it."""
+    commits: int = 0
+    """The step that it commits; 0: it is one of the program's."""
     _versions: tuple[int, ...] = ()
     _copies: list[torch.Tensor] | None = None
 
@@ -184,6 +197,11 @@ class Window:
     def forget(self, number: int) -> None:
         """Keep a collective no longer."""
         self._operations.pop(number, None)
+
+    def keeps(self, operation: Operation, most: int) -> bool:
+        """Tell whether a result is small, and one of at most `most` that are kept."""
+        size = sum(map(_bytes, operation.results))
+        return size <= SMALL_BYTES and len(self._operations) <= most
 
     def unfinished(self) -> list[Operation]:
         """Return the collectives that are not complete, in their order."""

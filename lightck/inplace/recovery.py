@@ -111,6 +111,7 @@ class InPlaceRecovery:
     def attached(self, training: Training) -> None:
         """Follow the training of this rank from now on; under the communicator's lock."""
         self.training = training
+        self.communicator.keep(recovers=True)
         if self.replacement is not None:
             self.replacement.attached = True
             plan = self.replacement.plan
@@ -120,6 +121,7 @@ class InPlaceRecovery:
 
     def turn_off(self, why: str) -> None:
         """Recover from nothing: collectives go on, and all ranks restart at the first loss."""
+        self.communicator.keep(recovers=False)
         with self.communicator.changed:
             self._stopped, self._off = True, why
             self.communicator.changed.notify_all()

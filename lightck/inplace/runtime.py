@@ -182,6 +182,7 @@ class Worker:
         """Recover no more: the handle is closed."""
         if self._training is not None:
             self._training.leave(why)
+            self.communicator.keep(recovers=False)
 
     def _publish_setup(self) -> None:
         record = SetupRecord()

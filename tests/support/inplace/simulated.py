@@ -7,7 +7,6 @@ and failed on others, its input overwritten with anything.
 
 from __future__ import annotations
 
-import contextlib
 import random
 import threading
 import time
@@ -152,25 +151,20 @@ class Switch:
                 with torch.no_grad():
                     for mine, theirs in zip(call.outputs[rank], given, strict=True):
                         mine.detach().copy_(theirs)
-        with contextlib.suppress(RuntimeError):  # it was cut at the same moment
-            work.future.set_result(None)
+            work.future.set_result(None)  # under the lock: a cut spoils no complete result
 
     def cut_off(self, rank: int, *, everyone: bool = True) -> None:
         """Break one rank's connections, and so everyone's collectives."""
-        failed: list[Work] = []
         with self._lock:
             self.cut |= {*range(self.world)} if everyone else {rank}
             for call in self._calls:
                 for each, work in call.works.items():
                     if each in self.cut and not work.future.done():
-                        failed.append(work)
                         if call.kind != "broadcast":
                             for tensor in call.outputs[each]:
                                 with torch.no_grad():
                                     tensor.detach().fill_(self._random.random())
-        for work in failed:
-            with contextlib.suppress(RuntimeError):  # two ranks have cut it at once
-                work.future.set_exception(RuntimeError("connection reset by peer"))
+                        work.future.set_exception(RuntimeError("connection reset by peer"))
 
 
 def _later(delay: float, action: Callable[[], None]) -> None:

@@ -1,0 +1,60 @@
+"""What collectives had and gave is kept while a recovery may need it, and no longer."""
+
+from __future__ import annotations
+
+import torch
+
+from lightck.inplace.communicator import Communicator
+from lightck.inplace.operations import described
+from lightck.inplace.plan import Description
+from support.inplace.simulated import Switch
+
+
+def kept(communicator: Communicator, values: int, count: int) -> int:
+    """Make collectives; return how many are kept of them."""
+    before = len(list(communicator.window))
+    for _ in range(count):
+        tensor = torch.ones(values)
+        form = Description("allreduce SUM", described([tensor]))
+        communicator.run(form, [tensor], lambda b, t=tensor: b.allreduce([t])).wait()
+    return len(list(communicator.window)) - before
+
+
+def alone() -> Communicator:
+    communicator = Communicator(0, 1)
+    communicator.resume(Switch(1, 0).open(0))
+    return communicator
+
+
+def test_of_a_set_up_small_results_are_kept_and_no_large_ones() -> None:
+    communicator = alone()
+    assert kept(communicator, 4, 3) == 3
+    assert kept(communicator, 100_000, 3) == 0
+
+
+def test_a_set_up_that_never_ends_keeps_a_bounded_number() -> None:
+    assert kept(alone(), 1, 600) <= 257
+
+
+def test_while_ranks_recover_everything_is_kept() -> None:
+    communicator = alone()
+    communicator.keep(recovers=True)
+    assert kept(communicator, 100_000, 3) == 3
+
+
+def test_where_in_place_is_off_nothing_is_kept() -> None:
+    communicator = alone()
+    communicator.keep(recovers=False)
+    assert kept(communicator, 100_000, 3) == kept(communicator, 1, 3) == 0
+
+
+def test_a_commit_counts_before_the_training_that_waits_for_it_goes_on() -> None:
+    communicator, seen = alone(), []
+    communicator.keep(recovers=True)
+    token = torch.zeros(1)
+    form = Description("commit of step 7", described([token]))
+    done = communicator.run(form, [token], lambda b: b.allreduce([token]), commits=7)
+    done.add_done_callback(lambda _: seen.append(communicator.window.committed))
+    done.wait()
+    assert communicator.window.committed == 7
+    assert set(seen) <= {7}
