@@ -53,7 +53,7 @@ def loaded() -> None:
     """Import once what every child would."""
     importlib.import_module("torch._dynamo")  # the first optimizer does
     for name, kind in engines.KINDS.items():
-        if not engines.missing(name):
+        if kind.module.startswith("bench.engines.") and not engines.missing(name):
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # what peers still call is theirs
                 importlib.import_module(kind.module)
