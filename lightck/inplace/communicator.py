@@ -20,14 +20,21 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from queue import SimpleQueue
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.futures import Future
 
 from lightck.errors import CoordinationError
 from lightck.events import event
-from lightck.inplace.operations import UNSPOILED, KeptInput, Operation, State, Window
+from lightck.inplace.operations import (
+    UNSPOILED,
+    FailedCollective,
+    KeptInput,
+    Operation,
+    State,
+    Window,
+)
 from lightck.inplace.plan import Description
 
 DRAIN_S = 30.0
@@ -58,6 +65,14 @@ class Answers(Protocol):
         ...
 
 
+class _Begun(NamedTuple):
+    """A collective under way on a link."""
+
+    operation: Operation
+    attempt: int
+    work: Any
+
+
 @dataclass(eq=False)
 class Communicator:
     """The collectives of this rank. Any thread; the lock is not held while anything waits."""
@@ -81,7 +96,7 @@ class Communicator:
     _answers: dict[int, tuple[Description, list[torch.Tensor]]] = field(default_factory=dict)
     _prelude: dict[int, Description] = field(default_factory=dict)
     """The collectives at which a replacement's program may begin, before the planned one."""
-    _begun: SimpleQueue[tuple[Operation, int, Any] | None] = field(default_factory=SimpleQueue)
+    _begun: SimpleQueue[_Begun | None] = field(default_factory=SimpleQueue)
     """The collectives that were begun on a link and whose ends are waited for, in order; None ends
     that."""
     _waiter: threading.Thread | None = None
@@ -99,7 +114,6 @@ class Communicator:
         kept: KeptInput = UNSPOILED,
         own: Sequence[torch.Tensor] = (),
         value: Any = None,
-        commits: int = 0,
     ) -> Future[Any]:
         """Make a collective; returns at once, with the future that is done when it is complete.
 
@@ -110,7 +124,6 @@ class Communicator:
             kept: its input, if it overwrites that.
             own: what this rank gives to a gathering.
             value: what the future gives.
-            commits: the step that it commits; 0: none.
         """
         with self.changed:
             if self.setup is not None:
@@ -119,12 +132,9 @@ class Communicator:
             if self._prelude:
                 self._enter(form)
             number = self.window.take_number()
-            operation = Operation(number, form, start, results, kept, value=value, commits=commits)
+            operation = Operation(number, form, start, results, kept, value=value)
             self.window.add(operation)
-            if self.ended:
-                operation.future.set_exception(CoordinationError(self.ended))
-                return operation.future
-            self._begin(operation)
+            self._await_end(self._begin(operation))
         return operation.future
 
     def between_two(self, kind: str) -> Any:
@@ -147,13 +157,19 @@ class Communicator:
         """
         for operation in self.window.unfinished():
             operation.future.wait()
+        token = torch.zeros(1)
+        form = Description(f"commit of step {step}", (("float32", (1,)),))
         with self.changed:
             if self.setup is not None:
                 return
-        token = torch.zeros(1)
-        form = Description(f"commit of step {step}", (("float32", (1,)),))
-        start = lambda backend: backend.allreduce([token])  # noqa: E731
-        self.run(form, [token], start, commits=step).wait()
+            start = lambda backend: backend.allreduce([token])  # noqa: E731
+            operation = Operation(self.window.take_number(), form, start, [token], commits=step)
+            self.window.add(operation)
+            begun = self._begin(operation)
+        if begun is not None:
+            self._finish(begun)  # here, not on the other thread: two changes of threads less
+        del begun  # it keeps the link
+        operation.future.wait()
 
     # ---- for the recovery --------------------------------------------------------------------
 
@@ -226,7 +242,7 @@ class Communicator:
                         " changed since, so that it cannot be made again"
                     )
             for operation in self.window.unfinished():
-                self._begin(operation)
+                self._await_end(self._begin(operation))
             self.changed.notify_all()
 
     def end(self, why: str) -> None:
@@ -240,26 +256,52 @@ class Communicator:
         self.interrupt()
         self._begun.put(None)
         for each in open_ones:
-            each.future.set_exception(CoordinationError(f"recovery in place: {why}"))
+            each.future.set_exception(FailedCollective(f"recovery in place: {why}"))
 
     # ---- inside ------------------------------------------------------------------------------
 
-    def _begin(self, operation: Operation) -> None:
-        """Begin a collective on the link, or take its given result; under the lock."""
+    def _taken(
+        self,
+        form: Description,
+        start: Callable[[Any], Any],
+        results: list[torch.Tensor],
+        **more: Any,
+    ) -> Operation:
+        """Return the program's next collective, which has a number now; under the lock."""
+        operation = Operation(self.window.take_number(), form, start, results, **more)
+        self.window.add(operation)
+        return operation
+
+    def _begin(self, operation: Operation) -> _Begun | None:
+        """Begin a collective on the link, or take its given result; under the lock.
+
+        Returns:
+            What `_finish` is to wait for; None: nothing is under way.
+        """
+        if self.ended:
+            operation.completed()
+            operation.future.set_exception(FailedCollective(self.ended))
+            return None
         if (answer := self._answers.pop(operation.number, None)) is not None:
             self._answered(operation, *answer)
-            return
+            return None
         if self._link is None:
             operation.wait_for_link()
-            return
+            return None
         attempt = operation.begun()
         try:
             work = operation.start(self._link.backend)
         except RuntimeError as error:
             operation.failed()
             self._suspect(str(error))
+            return None
+        return _Begun(operation, attempt, work)
+
+    def _await_end(self, begun: _Begun | None) -> None:
+        """Have the waiting thread wait for the end of a collective; under the lock."""
+        if begun is None:
             return
-        self._begun.put((operation, attempt, work))
+        self._begun.put(begun)
         if self._waiter is None:
             self._waiter = threading.Thread(
                 target=self._await_ends, name="lightck-collectives", daemon=True
@@ -272,20 +314,28 @@ class Communicator:
         On a thread of its own: a callback would hold up gloo's threads, and with them the next
         collectives, until the training thread lets go of Python's lock.
         """
-        while True:
-            begun = self._begun.get()
-            if begun is None:
-                return
-            operation, attempt, work = begun
+        while (begun := self._begun.get()) is not None:
+            self._finish(begun)
             del begun
-            why = ""
-            try:
-                work.wait()
-            except Exception as error:  # noqa: BLE001 - whatever gloo raises
-                why = str(error) or repr(error)  # the error itself would keep the link
-            del work
-            self._over(operation, attempt, why)
-            del operation
+
+    def _finish(self, begun: _Begun) -> None:
+        """Wait until an attempt has come to its end, and note how."""
+        operation, why = begun.operation, ""
+        try:
+            begun.work.wait()
+        except Exception as error:  # noqa: BLE001 - whatever gloo raises
+            why = str(error) or repr(error)  # the error itself would keep the link
+        with self.changed:
+            if operation.state is not State.FLYING or operation.attempt != begun.attempt:
+                return
+            if not why:
+                self._complete(operation)
+            else:
+                operation.failed()
+                if self._link is not None:
+                    self._suspect(why)
+        if not why:
+            operation.future.set_result(operation.value)
 
     def _answered(self, operation: Operation, form: Description, given: list[torch.Tensor]) -> None:
         operation.completed()
@@ -299,7 +349,7 @@ class Communicator:
             f" ({operation.form.site}), and was {form.kind} {form.tensors} on the other ranks"
             f" ({form.site}): the program does not begin where they are"
         )
-        operation.future.set_exception(CoordinationError(why))
+        operation.future.set_exception(FailedCollective(why))
 
     def _complete(self, operation: Operation) -> None:
         """Note that a collective is complete; under the lock."""
@@ -309,20 +359,6 @@ class Communicator:
             self.window.note_commit(operation.commits)
         if not self.recovers and not self.window.keeps(operation, self._most):
             self.window.forget(operation.number)
-
-    def _over(self, operation: Operation, attempt: int, why: str) -> None:
-        """Note the end of an attempt; `why` it failed, or nothing."""
-        with self.changed:
-            if operation.state is not State.FLYING or operation.attempt != attempt:
-                return
-            if not why:
-                self._complete(operation)
-            else:
-                operation.failed()
-                if self._link is not None:
-                    self._suspect(why)
-        if not why:
-            operation.future.set_result(operation.value)
 
     def _suspect(self, why: str) -> None:
         if not self.suspicion:

@@ -12,8 +12,9 @@ import functools
 import os
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from types import CodeType, FrameType
+from types import FrameType
 from typing import Any, Protocol
 
 import torch
@@ -41,21 +42,21 @@ class InputKeeper(Protocol):
 
 
 @functools.cache
-def _is_programs(code: CodeType) -> bool:
-    return not code.co_filename.startswith(_NOT_THE_PROGRAM)
+def _is_programs(path: str) -> bool:
+    return not path.startswith(_NOT_THE_PROGRAM)
 
 
 @functools.cache
-def _place(code: CodeType, line: int) -> str:
-    return f"{os.path.basename(code.co_filename)}:{line}"
+def _place(path: str, line: int) -> str:
+    return f"{os.path.basename(path)}:{line}"
 
 
 def _site() -> str:
     """Return file and line of the program that makes the collective."""
     frame: FrameType | None = sys._getframe(2)
-    while frame is not None and not _is_programs(frame.f_code):
+    while frame is not None and not _is_programs(frame.f_code.co_filename):
         frame = frame.f_back
-    return "" if frame is None else _place(frame.f_code, frame.f_lineno)
+    return "" if frame is None else _place(frame.f_code.co_filename, frame.f_lineno)
 
 
 _ProcessGroup: Any = dist.ProcessGroup
@@ -67,8 +68,7 @@ _Work: Any = dist.Work
 class CollectiveWork(_Work):  # type: ignore[misc]
     """A collective as torch is given it; its waits raise if recovery in place has ended.
 
-    Torch's own work over a future returns from `wait` as if all were well, and to torch's C++ a
-    future with a Python exception has a value, which DDP takes for its bucket.
+    Torch's own work over a future returns from `wait` as if all were well.
     """
 
     def __init__(self, future: Future[Any]) -> None:
@@ -97,12 +97,20 @@ class CollectiveWork(_Work):  # type: ignore[misc]
         return self._future.wait()
 
     def get_future(self) -> Future[Any]:
-        """Return a future that fails in torch's C++, too."""
-        return self._future.then(_value)
+        """Return the future, whose failure torch's C++ notices by `FailedCollective`."""
+        return self._future
 
 
-def _value(future: Future[Any]) -> Any:
-    return future.value()
+@dataclass(frozen=True, slots=True)
+class _Works:
+    """The works of one collective that gloo makes of several, for want of a coalesced one."""
+
+    works: Sequence[Any]
+
+    def wait(self) -> None:
+        """Wait until all are complete."""
+        for each in self.works:
+            each.wait()
 
 
 class Group(_ProcessGroup):  # type: ignore[misc] # torch's own names say less than they take
@@ -186,43 +194,33 @@ class Group(_ProcessGroup):  # type: ignore[misc] # torch's own names say less t
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         """Give every rank all ranks' tensors; torch's arguments."""
         opts = _options(opts, _torch.AllgatherOptions)
-        return self._run(
-            "allgather",
-            [each for row in outputs for each in row],
-            lambda backend: backend.allgather(outputs, inputs, opts),
-            own=list(inputs),
-            value=outputs,
-        )
-
-    def _allgather_base(self, output: Any, own: Any, opts: Any = None) -> Any:
-        opts = _options(opts, _torch.AllgatherOptions)
-        return self._run(
-            "allgather",
-            [output],
-            lambda backend: backend._allgather_base(output, own, opts),
-            own=[own],
-        )
-
-    all_gather_single: Any = _allgather_base
+        start = lambda backend: backend.allgather(outputs, inputs, opts)  # noqa: E731
+        return self._run("allgather", _flat(outputs), start, own=list(inputs), value=outputs)
 
     def allgather_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         """Give every rank all ranks' tensors; torch's arguments."""
         opts = _options(opts, _torch.AllgatherOptions)
         return self._run(
             "allgather_coalesced",
-            [each for row in outputs for each in row],
+            _flat(outputs),
             lambda backend: backend.allgather_coalesced(outputs, inputs, opts),
-            own=list(inputs),
+            own=list(inputs) * len(outputs),  # a row of each rank
             value=outputs,
         )
+
+    def _allgather_base(self, output: Any, own: Any, opts: Any = None) -> Any:
+        return self.allgather_into_tensor_coalesced([output], [own], opts)
+
+    all_gather_single: Any = _allgather_base
 
     def allgather_into_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         """Give every rank all ranks' tensors; torch's arguments."""
         opts = _options(opts, _torch.AllgatherOptions)
+        pairs = [*zip(outputs, inputs, strict=True)]
         return self._run(
-            "allgather_into_tensor_coalesced",
+            "allgather_into_tensor",
             list(outputs),
-            lambda backend: backend.allgather_into_tensor_coalesced(outputs, inputs, opts),
+            lambda backend: _Works([backend._allgather_base(*pair, opts) for pair in pairs]),
             own=list(inputs),
         )
 
@@ -261,23 +259,18 @@ class Group(_ProcessGroup):  # type: ignore[misc] # torch's own names say less t
         )
 
     def _reduce_scatter_base(self, output: Any, own: Any, opts: Any = None) -> Any:
-        opts = _options(opts, _torch.ReduceScatterOptions)
-        return self._alone(
-            "reduce_scatter",
-            [output],
-            lambda b: b._reduce_scatter_base(output, own, opts),
-            spoils=[own],
-        )
+        return self.reduce_scatter_tensor_coalesced([output], [own], opts)
 
     reduce_scatter_single: Any = _reduce_scatter_base
 
     def reduce_scatter_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         """Reduce, and give each rank a part; torch's arguments."""
         opts = _options(opts, _torch.ReduceScatterOptions)
+        pairs = [*zip(outputs, inputs, strict=True)]
         return self._alone(
-            "reduce_scatter",
+            "reduce_scatter_tensor",
             list(outputs),
-            lambda b: b.reduce_scatter_tensor_coalesced(outputs, inputs, opts),
+            lambda b: _Works([b._reduce_scatter_base(*pair, opts) for pair in pairs]),
             spoils=list(inputs),
         )
 

@@ -22,6 +22,9 @@ from lightck.distributed.ddp_communication import reduced_parameters
 from lightck.events import event
 from lightck.inplace.operations import SMALL_BYTES, UNSPOILED, KeptInput
 
+_Place = tuple[int, int, torch.dtype]
+"""A tensor's address, number of values and dtype."""
+
 
 @dataclass(eq=False)
 class CopiedInput:
@@ -92,29 +95,28 @@ class Inputs:
     _free: dict[tuple[torch.dtype, int], list[torch.Tensor]] = field(
         default_factory=lambda: defaultdict(list)
     )
-    _proved: dict[tuple[int, int], BucketInput] = field(default_factory=dict)
-    """The buckets that gradients were shown to give again, by address and number of values."""
-    _refuted: set[tuple[int, int]] = field(default_factory=set)
+    _proved: dict[_Place, BucketInput] = field(default_factory=dict)
+    """The buckets that gradients were shown to give again; their memory is not used otherwise."""
+    _refuted: set[_Place] = field(default_factory=set)
     _told: bool = False
 
     def keep(self, tensors: Sequence[torch.Tensor]) -> KeptInput:
         """Keep the values of these tensors until their collective is complete."""
+        if len(tensors) == 1 and (proved := self._proved.get(_place(tensors[0]))) is not None:
+            return proved
         if any(each.layout != torch.strided for each in tensors):
             return UNSPOILED  # sparse gradients: gloo makes new tensors
         if sum(each.numel() * each.element_size() for each in tensors) <= SMALL_BYTES:
             return CopiedInput(tensors, [each.detach().clone() for each in tensors], _drop)
         if len(tensors) == 1:
-            proved = self._of_bucket(tensors[0])
-            if proved is not None:
-                return proved
+            proof = self._proof(tensors[0])
+            if proof is not None:
+                return proof
         return CopiedInput(tensors, [self._copy(each) for each in tensors], self._take_back)
 
-    def _of_bucket(self, bucket: torch.Tensor) -> BucketInput | None:
-        """Return the bucket's gradients in place of a copy, if they were shown to give it."""
-        key = bucket.data_ptr(), bucket.numel()
-        found = self._proved.get(key)
-        if found is not None:
-            return BucketInput(bucket, found.parameters, found.factor)
+    def _proof(self, bucket: torch.Tensor) -> BucketInput | None:
+        """Return the bucket's gradients in place of a copy, if they are shown to give it."""
+        key = _place(bucket)
         if key in self._refuted or not (modules := self._modules()):
             return None
         for module, buckets in modules:
@@ -164,6 +166,10 @@ class Inputs:
                 why="DDP's buckets cannot be filled again from gradients here (bucket views, a"
                 " comm hook, unused parameters, or no DDP): each reduction's input is copied",
             )
+
+
+def _place(tensor: torch.Tensor) -> _Place:
+    return tensor.data_ptr(), tensor.numel(), tensor.dtype
 
 
 def _gives_gradients(module: DistributedDataParallel) -> bool:

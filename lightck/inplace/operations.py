@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch.futures import Future
 
+from lightck.errors import CoordinationError
 from lightck.inplace.plan import Description
 
 SMALL_BYTES = 64 << 10
@@ -33,6 +34,23 @@ class State(enum.Enum):
     FLYING = "under way"
     FAILED = "has failed, and is made again"
     COMPLETE = "complete"
+
+
+class FailedCollective(CoordinationError):
+    """Recovery in place has ended, and with it a collective.
+
+    It cannot be pickled. To torch's C++ a future with an exception has a value, of which DDP takes
+    the tensors for its bucket, and torch takes them by pickling it: an error there is all that DDP
+    notices.
+    """
+
+    def __reduce__(self) -> str:
+        """Refuse to be pickled.
+
+        Raises:
+            CoordinationError: always, with this error's text.
+        """
+        raise CoordinationError(str(self))
 
 
 class KeptInput(Protocol):

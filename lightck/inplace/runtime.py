@@ -68,7 +68,7 @@ class RecordedRounds(AgreementRounds):
 
 @dataclass(eq=False)
 class Worker:
-    """InPlaceRecovery in place of one worker process. Made once, with the default process group."""
+    """Recovery in place in one worker process. Made once, with the default process group."""
 
     communicator: Communicator
     recovery: InPlaceRecovery

@@ -115,7 +115,6 @@ class InPlaceListener:
     listener: Listener
     communicator: Communicator
     training: HandleTraining
-    _committing: bool = False
 
     @property
     def _steps(self) -> Any:

@@ -6,7 +6,10 @@ import inspect
 import os
 import signal
 import subprocess
+import threading
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +27,11 @@ from lightck.cli.run import SHARED_STORE
 from lightck.errors import CoordinationError
 from lightck.inplace import worker
 from lightck.inplace.agent import Agent, ReplacingContext
+from lightck.inplace.communicator import Communicator
 from lightck.inplace.generations import RUN
 from lightck.inplace.group import CollectiveWork, Group
+from lightck.inplace.inputs import Inputs
+from lightck.inplace.operations import FailedCollective
 from support.distributed import ranks
 
 c10d: Any = dist.distributed_c10d
@@ -206,7 +212,7 @@ PASSED_ON = (
 
 
 NOT_OF_GLOO = ("allgather_into_tensor_coalesced", "reduce_scatter_tensor_coalesced")
-"""Torch's Python has these for groups only, so that they cannot be called on a gloo back end."""
+"""Torch's Python has these for groups only: the group makes several collectives of gloo's."""
 
 
 @pytest.mark.parametrize("name", PASSED_ON)
@@ -246,12 +252,13 @@ def test_the_work_of_a_collective_gives_its_value_to_python_and_to_torch_s_code(
 def test_the_work_of_a_collective_that_has_failed_raises_in_python_and_in_torch_s_code() -> None:
     future: torch.futures.Future[Any] = torch.futures.Future()
     work = CollectiveWork(future)
-    future.set_exception(CoordinationError("all ranks have to be restarted"))
+    future.set_exception(FailedCollective("all ranks have to be restarted"))
+    for wait in (work.wait, work.result, work.get_future().wait, work.get_future().value):
+        with pytest.raises(CoordinationError, match="all ranks have to be restarted"):
+            wait()
+    # All that torch's C++ is given: DDP takes a bucket's tensors out of it.
     with pytest.raises(CoordinationError, match="all ranks have to be restarted"):
-        work.wait()
-    # This one has no Python code of its own: it raises what torch's C++ was given.
-    with pytest.raises(RuntimeError, match="all ranks have to be restarted"):
-        work.get_future().wait()
+        torch._jit_internal._extract_tensors(FailedCollective("all ranks have to be restarted"))
 
 
 @pytest.mark.parametrize(
@@ -340,3 +347,41 @@ def test_each_start_of_all_ranks_has_keys_of_its_own_in_a_store_that_outlives_it
 
     with ranks.started(1, train, initialized=False) as job:
         assert job.results() == [[False, False]]
+
+
+def test_coalesced_collectives_give_what_one_for_each_tensor_gives() -> None:
+    store = dist.HashStore()
+    found: dict[int, list[torch.Tensor]] = {}
+
+    def run(rank: int) -> None:
+        gloo: Any = dist.ProcessGroupGloo
+        communicator = Communicator(rank, 2)
+        communicator.resume(_Link(gloo(store, rank, 2, timedelta(seconds=30))))
+        group = Group(communicator, Inputs(2))
+        own = [torch.full((2,), 1.0 + rank), torch.full((4,), 3.0 + rank)]
+        gathered = [torch.empty(4), torch.empty(8)]
+        group.allgather_into_tensor_coalesced(gathered, own).wait()
+        parts = [torch.empty(1), torch.empty(2)]
+        group.reduce_scatter_tensor_coalesced(parts, own).wait()
+        found[rank] = [*gathered, *parts]
+
+    threads = [threading.Thread(target=run, args=[rank]) for rank in range(2)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    for rank in range(2):
+        first, second, one, two = found[rank]
+        assert first.tolist() == [1, 1, 2, 2]
+        assert second.tolist() == [3, 3, 3, 3, 4, 4, 4, 4]
+        assert (one.tolist(), two.tolist()) == ([3], [7, 7])
+
+
+@dataclass
+class _Link:
+    """The connections of one rank in a test of one process."""
+
+    backend: Any
+
+    def cut(self) -> None:
+        """Nobody cuts them."""

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import threading
+import time
+
+import pytest
 import torch
 
 from lightck.inplace.communicator import Communicator
@@ -48,13 +52,23 @@ def test_where_in_place_is_off_nothing_is_kept() -> None:
     assert kept(communicator, 100_000, 3) == kept(communicator, 1, 3) == 0
 
 
-def test_a_commit_counts_before_the_training_that_waits_for_it_goes_on() -> None:
+@pytest.mark.parametrize("broken", [False, True])
+def test_a_commit_counts_before_the_training_that_waits_for_it_goes_on(broken: bool) -> None:
     communicator, seen = alone(), []
     communicator.keep(recovers=True)
-    token = torch.zeros(1)
-    form = Description("commit of step 7", described([token]))
-    done = communicator.run(form, [token], lambda b: b.allreduce([token]), commits=7)
-    done.add_done_callback(lambda _: seen.append(communicator.window.committed))
-    done.wait()
-    assert communicator.window.committed == 7
-    assert set(seen) <= {7}
+
+    def train() -> None:
+        communicator.commit(7)
+        seen.append(communicator.window.committed)
+
+    if broken:
+        communicator.interrupt()
+    training = threading.Thread(target=train)
+    training.start()
+    if broken:
+        while not (waiting := communicator.window.unfinished()):
+            time.sleep(0.001)
+        waiting[0].future.add_done_callback(lambda _: seen.append(communicator.window.committed))
+        communicator.resume(Switch(1, 0).open(1))
+    training.join()
+    assert {*seen} == {7}

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import threading
+from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 from lightck.errors import CoordinationError
 from lightck.inplace.communicator import Communicator
@@ -37,12 +42,45 @@ def test_a_later_collective_is_told_as_well() -> None:
         Group(communicator, Inputs(2)).allreduce([torch.ones(3)]).wait()
 
 
-def test_to_torch_s_own_code_the_future_has_failed_and_has_no_value() -> None:
-    communicator, work = open_work()
-    given = work.get_future()
-    communicator.end(WHY)
-    # What DDP does behind its wait; a value here would be taken for its bucket.
-    taken = torch._C._distributed_c10d._create_work_from_future(given)  # type: ignore[attr-defined]
-    taken.wait()
-    with pytest.raises(RuntimeError, match=WHY):
-        taken.get_future().value()
+def _gloo() -> Any:
+    gloo: Any = dist.ProcessGroupGloo
+    return gloo(dist.HashStore(), 0, 1, timedelta(seconds=30))
+
+
+def _hook(group, bucket):  # type: ignore[no-untyped-def] # DDP checks annotations
+    """Do what users' hooks do: go on from the future."""
+    given: torch.futures.Future[Any] = group.allreduce([bucket.buffer()]).get_future()
+    return given.then(lambda future: future.value()[0])
+
+
+def _only_waiting(group, bucket):  # type: ignore[no-untyped-def] # as above
+    """Wait, and look at no value."""
+    group.allreduce([bucket.buffer()]).get_future().wait()
+    return _hook(group, bucket)
+
+
+@pytest.mark.parametrize("hook", [None, _hook, _only_waiting])
+def test_ddp_s_backward_raises_the_reason_and_takes_no_value_for_its_bucket(hook: Any) -> None:
+    communicator = Communicator(0, 1)
+    communicator.resume(Link(_gloo()))
+    group = Group(communicator, Inputs(1))
+    model = DistributedDataParallel(torch.nn.Linear(2, 1), process_group=group)
+    if hook is not None:
+        model.register_comm_hook(group, hook)
+    loss = model(torch.ones(1, 2)).sum()
+    communicator.interrupt()
+    ending = threading.Timer(0.2, communicator.end, [WHY])
+    ending.start()
+    with pytest.raises((RuntimeError, CoordinationError), match=WHY):
+        loss.backward()
+    ending.join()
+
+
+@dataclass
+class Link:
+    """Connections of one rank to nobody."""
+
+    backend: Any
+
+    def cut(self) -> None:
+        """Nothing is under way."""
