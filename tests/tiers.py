@@ -98,6 +98,8 @@ KEPT = {
         "test_a_job_without_restarts_left_fails_and_goes_on_when_it_is_started_again": 0,
         "test_a_rank_that_ends_early_with_status_0_is_not_waited_for": 0,
         "test_a_rank_of_one_of_two_nodes_is_replaced_by_its_node_s_agent": 0,
+        "test_a_training_gives_the_bits_that_it_gives_under_torchrun": 0,
+        "test_sharded_state_restarts_all_ranks_and_says_so": 0,
     },
     "distributed/test_interleavings.py": {
         "test_no_order_lets_a_difference_pass_or_trusts_what_follows_it": 2,
@@ -134,10 +136,6 @@ KEPT = {
     },
     "distributed/test_traffic.py": {
         "test_the_timeline_shows_buckets_and_the_wait_for_them": 2,
-    },
-    "e2e/test_in_place_others.py": {
-        "test_a_training_gives_the_bits_that_it_gives_under_torchrun": 0,
-        "test_sharded_state_restarts_all_ranks_and_says_so": 0,
     },
     "e2e/test_in_place_soak.py": {
         "test_ranks_killed_and_cut_at_random_moments_leave_no_trace": 0,

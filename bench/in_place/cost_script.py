@@ -1,4 +1,4 @@
-"""One rank of `bench.measures.in_place_cost`: the same steps over lightck's group and over gloo."""
+"""One rank of `bench.measures.in_place_cost`: the same steps in place, and over plain gloo."""
 
 from __future__ import annotations
 
@@ -56,7 +56,11 @@ def main() -> None:
     assert worker is not None
     found: dict[str, list[tuple[float, float]]] = {"lightck": [], "gloo": []}
     never = 1 << 40
-    with lightck.attach(ours.model, ours.optimizer, asked["path"], policy=never) as handle:
+    runtime.WORKER = None  # the other model is attached as without `lightck run`
+    plainly = lightck.attach(plain.model, plain.optimizer, asked["path"] + ".plain", policy=never)
+    runtime.WORKER = worker
+    in_place = lightck.attach(ours.model, ours.optimizer, asked["path"], policy=never)
+    with plainly, in_place as handle:
         for trained in (ours, plain):
             trained.steps(4)
         kept, before = worker.inputs.copied_bytes, worker.communicator.window.next

@@ -1,11 +1,11 @@
-"""Measure what lightck's process group and the commit add to each step while nothing fails.
+"""Measure what recovery in place adds to each step while nothing fails.
 
-Under `lightck run` two ranks train two models that are alike, blocks of steps in turn: one over
-lightck's group with a handle that never saves, one over plain gloo without a handle. Each makes as
-many allreduces per step as it has layers, large enough that they are not copied.
+Under `lightck run` two ranks train two models that are alike, blocks of steps in turn: one in place
+over lightck's group, one over plain gloo, each with a handle that never saves. Each makes as many
+allreduces per step as it has layers, large enough that they are not copied.
 
 Records:
-    cost_s: seconds that a step takes longer, in all: group, commit, and the handle's hooks.
+    cost_s: seconds that a step takes longer, in all: the group, and the commit of each iteration.
     cost_cpu_s: the same in CPU time of rank 0's process, which other processes disturb less.
     plain_s: seconds of a step over plain gloo.
     kept_bytes: memory for inputs behind the third step.

@@ -15,15 +15,16 @@ of that number.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 from queue import SimpleQueue
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
-from torch.futures import Future
 
 from lightck.errors import CoordinationError
 from lightck.events import event
@@ -40,6 +41,9 @@ from lightck.inplace.plan import Description
 DRAIN_S = 30.0
 """Seconds in which collectives on a link that was cut must have ended."""
 
+
+TOGETHER = timedelta(milliseconds=50)
+"""Time in which the ends of several collectives are noted at once."""
 
 SETUP_MOST = 256
 """Small results of a set-up that are kept for replacements at most."""
@@ -65,14 +69,6 @@ class Answers(Protocol):
         ...
 
 
-class _Begun(NamedTuple):
-    """A collective under way on a link."""
-
-    operation: Operation
-    attempt: int
-    work: Any
-
-
 @dataclass(eq=False)
 class Communicator:
     """The collectives of this rank. Any thread; the lock is not held while anything waits."""
@@ -96,9 +92,8 @@ class Communicator:
     _answers: dict[int, tuple[Description, list[torch.Tensor]]] = field(default_factory=dict)
     _prelude: dict[int, Description] = field(default_factory=dict)
     """The collectives at which a replacement's program may begin, before the planned one."""
-    _begun: SimpleQueue[_Begun | None] = field(default_factory=SimpleQueue)
-    """The collectives that were begun on a link and whose ends are waited for, in order; None ends
-    that."""
+    _begun: SimpleQueue[Operation | None] = field(default_factory=SimpleQueue)
+    """The collectives that were begun on a link and whose ends are waited for; None ends that."""
     _waiter: threading.Thread | None = None
     _most: int = SETUP_MOST
     """Small results that are kept while none recovers: a set-up's, then none."""
@@ -114,8 +109,8 @@ class Communicator:
         kept: KeptInput = UNSPOILED,
         own: Sequence[torch.Tensor] = (),
         value: Any = None,
-    ) -> Future[Any]:
-        """Make a collective; returns at once, with the future that is done when it is complete.
+    ) -> Operation:
+        """Make a collective; returns at once, with what `wait` takes and whose future is then done.
 
         Args:
             form: of the collective.
@@ -128,14 +123,26 @@ class Communicator:
         with self.changed:
             if self.setup is not None:
                 self.setup.answer(form, results, own)
-                return _done(value)
+                answered = Operation(-1, form, start, results, value=value, state=State.COMPLETE)
+                answered.future.set_result(value)
+                return answered
             if self._prelude:
                 self._enter(form)
             number = self.window.take_number()
             operation = Operation(number, form, start, results, kept, value=value)
             self.window.add(operation)
-            self._await_end(self._begin(operation))
-        return operation.future
+            self._begin(operation)
+            self._await_end(operation)
+        return operation
+
+    def wait(self, operation: Operation) -> None:
+        """Wait until a collective is complete, however often it has to be made.
+
+        Raises:
+            CoordinationError: recovery in place has ended.
+        """
+        self._finish(operation)  # at once, where nothing fails: the other thread need not run
+        operation.future.wait()
 
     def between_two(self, kind: str) -> Any:
         """Return the backend for a transfer between two ranks, which is never repeated.
@@ -165,11 +172,8 @@ class Communicator:
             start = lambda backend: backend.allreduce([token])  # noqa: E731
             operation = Operation(self.window.take_number(), form, start, [token], commits=step)
             self.window.add(operation)
-            begun = self._begin(operation)
-        if begun is not None:
-            self._finish(begun)  # here, not on the other thread: two changes of threads less
-        del begun  # it keeps the link
-        operation.future.wait()
+            self._begin(operation)
+        self.wait(operation)
 
     # ---- for the recovery --------------------------------------------------------------------
 
@@ -242,7 +246,8 @@ class Communicator:
                         " changed since, so that it cannot be made again"
                     )
             for operation in self.window.unfinished():
-                self._await_end(self._begin(operation))
+                self._begin(operation)
+                self._await_end(operation)
             self.changed.notify_all()
 
     def end(self, why: str) -> None:
@@ -272,36 +277,27 @@ class Communicator:
         self.window.add(operation)
         return operation
 
-    def _begin(self, operation: Operation) -> _Begun | None:
-        """Begin a collective on the link, or take its given result; under the lock.
-
-        Returns:
-            What `_finish` is to wait for; None: nothing is under way.
-        """
+    def _begin(self, operation: Operation) -> None:
+        """Begin a collective on the link, or take its given result; under the lock."""
         if self.ended:
             operation.completed()
             operation.future.set_exception(FailedCollective(self.ended))
-            return None
-        if (answer := self._answers.pop(operation.number, None)) is not None:
+        elif (answer := self._answers.pop(operation.number, None)) is not None:
             self._answered(operation, *answer)
-            return None
-        if self._link is None:
+        elif self._link is None:
             operation.wait_for_link()
-            return None
-        attempt = operation.begun()
-        try:
-            work = operation.start(self._link.backend)
-        except RuntimeError as error:
-            operation.failed()
-            self._suspect(str(error))
-            return None
-        return _Begun(operation, attempt, work)
+        else:
+            try:
+                operation.begin(self._link.backend)
+            except RuntimeError as error:
+                operation.failed()
+                self._suspect(str(error))
 
-    def _await_end(self, begun: _Begun | None) -> None:
-        """Have the waiting thread wait for the end of a collective; under the lock."""
-        if begun is None:
+    def _await_end(self, operation: Operation) -> None:
+        """Have the other thread wait for the end of a collective; under the lock."""
+        if operation.state is not State.FLYING:
             return
-        self._begun.put(begun)
+        self._begun.put(operation)
         if self._waiter is None:
             self._waiter = threading.Thread(
                 target=self._await_ends, name="lightck-collectives", daemon=True
@@ -309,24 +305,41 @@ class Communicator:
             self._waiter.start()
 
     def _await_ends(self) -> None:
-        """Wait for each collective that was begun, in order.
+        """Wait for the collectives that were begun, for who looks at nothing but their futures.
 
         On a thread of its own: a callback would hold up gloo's threads, and with them the next
-        collectives, until the training thread lets go of Python's lock.
+        collectives, until the training thread lets go of Python's lock. The ends of those that are
+        under way together are noted together, once the last is complete: each time that two threads
+        want that lock costs more than a collective's own Python. But not for long: who waits for
+        the first may be the one that others need before they make the last.
         """
-        while (begun := self._begun.get()) is not None:
-            self._finish(begun)
-            del begun
+        while True:
+            batch = [self._begun.get()]
+            while not self._begun.empty():
+                batch.append(self._begun.get())
+            every = [each for each in batch if each is not None]
+            if len(every) < len(batch):
+                return
+            if len(every) > 1 and (work := every[-1].work) is not None:
+                with contextlib.suppress(Exception):  # too late, or it has failed: seen below
+                    work.wait(TOGETHER)
+                del work  # it keeps the link
+            for each in every:
+                self._finish(each)
+            del batch, every, each
 
-    def _finish(self, begun: _Begun) -> None:
-        """Wait until an attempt has come to its end, and note how."""
-        operation, why = begun.operation, ""
+    def _finish(self, operation: Operation) -> None:
+        """Wait until the attempt that is under way has come to its end, and note how."""
+        with self.changed:
+            attempt, work, why = operation.attempt, operation.work, ""
+        if work is None:
+            return
         try:
-            begun.work.wait()
+            work.wait()
         except Exception as error:  # noqa: BLE001 - whatever gloo raises
             why = str(error) or repr(error)  # the error itself would keep the link
         with self.changed:
-            if operation.state is not State.FLYING or operation.attempt != begun.attempt:
+            if operation.state is not State.FLYING or operation.attempt != attempt:
                 return
             if not why:
                 self._complete(operation)
@@ -375,12 +388,6 @@ class Communicator:
             self.window.go_on_from(found)
         for number in [n for n in self._answers if n < self.window.next]:
             del self._answers[number]
-
-
-def _done(value: Any) -> Future[Any]:
-    future: Future[Any] = Future()
-    future.set_result(value)
-    return future
 
 
 def flat(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

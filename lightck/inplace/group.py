@@ -13,6 +13,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
@@ -23,7 +24,7 @@ from torch.futures import Future
 
 from lightck.errors import CoordinationError
 from lightck.inplace.communicator import Communicator
-from lightck.inplace.operations import NOT_KEPT, UNSPOILED, KeptInput, described
+from lightck.inplace.operations import NOT_KEPT, UNSPOILED, KeptInput, Operation, described
 from lightck.inplace.plan import Description
 from lightck.loop.hooks import untraced
 
@@ -71,9 +72,9 @@ class CollectiveWork(_Work):  # type: ignore[misc]
     Torch's own work over a future returns from `wait` as if all were well.
     """
 
-    def __init__(self, future: Future[Any]) -> None:
+    def __init__(self, communicator: Communicator, operation: Operation) -> None:
         super().__init__()
-        self._future = future
+        self._communicator, self._operation = communicator, operation
 
     def wait(self, timeout: Any = None) -> bool:
         """Wait until the collective is complete; it has no time-out: it may be made again.
@@ -81,7 +82,7 @@ class CollectiveWork(_Work):  # type: ignore[misc]
         Raises:
             CoordinationError: recovery in place has ended.
         """
-        self._future.wait()
+        self._communicator.wait(self._operation)
         return True
 
     def synchronize(self) -> None:
@@ -90,15 +91,16 @@ class CollectiveWork(_Work):  # type: ignore[misc]
 
     def is_completed(self) -> bool:
         """Tell whether the collective is complete, or has failed."""
-        return self._future.done()
+        return self._operation.future.done()
 
     def result(self) -> Any:
         """Return the collective's tensors."""
-        return self._future.wait()
+        self.wait()
+        return self._operation.future.value()
 
     def get_future(self) -> Future[Any]:
         """Return the future, whose failure torch's C++ notices by `FailedCollective`."""
-        return self._future
+        return self._operation.future
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,10 +109,10 @@ class _Works:
 
     works: Sequence[Any]
 
-    def wait(self) -> None:
-        """Wait until all are complete."""
+    def wait(self, *timeout: timedelta) -> None:
+        """Wait until all are complete, for each no longer than the time-out."""
         for each in self.works:
-            each.wait()
+            each.wait(*timeout)
 
 
 class Group(_ProcessGroup):  # type: ignore[misc] # torch's own names say less than they take
@@ -321,9 +323,8 @@ class Group(_ProcessGroup):  # type: ignore[misc] # torch's own names say less t
     ) -> Any:
         form = Description(kind, described(results), shared, _site())
         given = results if value is None else value
-        return CollectiveWork(
-            self._communicator.run(form, results, start, kept=kept, own=own, value=given)
-        )
+        made = self._communicator.run(form, results, start, kept=kept, own=own, value=given)
+        return CollectiveWork(self._communicator, made)
 
     def _alone(
         self,
@@ -335,9 +336,8 @@ class Group(_ProcessGroup):  # type: ignore[misc] # torch's own names say less t
         # Forms of such collectives differ by rank, too: only their kind is compared.
         kept = self._kept(spoils) if spoils else UNSPOILED
         form = Description(kind, (), shared=False, site=_site())
-        return CollectiveWork(
-            self._communicator.run(form, results, start, kept=kept, value=results)
-        )
+        made = self._communicator.run(form, results, start, kept=kept, value=results)
+        return CollectiveWork(self._communicator, made)
 
 
 def _listed(tensors: Any) -> list[torch.Tensor]:

@@ -106,6 +106,8 @@ class Operation:
     """The number of times it was begun: the end of an earlier attempt says nothing."""
     future: Future[Any] = field(default_factory=Future)
     """Done when it is complete; open while it has to be made again."""
+    work: Any = None
+    """The work of the attempt that is under way."""
     value: Any = None
     """The value of the future, in the form in which the caller expects it."""
     commits: int = 0
@@ -117,19 +119,23 @@ class Operation:
         """Note that there is no link to begin it on."""
         self.state = State.WAITING
 
-    def begun(self) -> int:
-        """Note that it is begun on a link; return the number of this attempt."""
+    def begin(self, backend: Any) -> None:
+        """Begin it, once more, on a link's backend.
+
+        Raises:
+            RuntimeError: the backend refuses it.
+        """
         self.state = State.FLYING
         self.attempt += 1
-        return self.attempt
+        self.work = self.start(backend)
 
     def failed(self) -> None:
         """Note that it has failed, and has to be made again."""
-        self.state = State.FAILED
+        self.state, self.work = State.FAILED, None
 
     def completed(self) -> None:
         """Note that the results are there, before anything can change them."""
-        self.state = State.COMPLETE
+        self.state, self.work = State.COMPLETE, None
         self.kept.release()
         if sum(map(_bytes, self.results)) <= SMALL_BYTES:
             self._copies = [each.detach().clone() for each in self.results]

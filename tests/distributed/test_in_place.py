@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -291,3 +293,51 @@ def test_a_rank_of_one_of_two_nodes_is_replaced_by_its_node_s_agent(
         statuses = [each.wait(jobs.MOST_S) for each in agents]
     job = jobs.Job(tmp_path, 4, STEPS, faults, max(statuses, key=abs))
     jobs.assert_in_place(job, golden.of(4, STEPS))
+
+
+# ---- what recovery in place does not cover passes through its group unharmed -----------------------
+
+OTHERS = Path(__file__).parents[1] / "support/inplace/others.py"
+TORCHRUN = ["torch.distributed.run"]
+LIGHTCK = ["lightck.cli", "run"]
+OTHER_STEPS = 6
+
+
+def trained(command: list[str], folder: Path, kind: str, *death: str) -> str:
+    """Run two ranks to their end; return the log."""
+    folder.mkdir()
+    done = subprocess.run(
+        [sys.executable, "-m", *command, "--standalone", "--nproc-per-node=2", "--max-restarts=3",
+         str(OTHERS), kind, str(folder), str(OTHER_STEPS), *death],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=200,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-5000:]
+    return done.stdout
+
+
+def said(folder: Path, rank: int, what: str) -> list[str]:
+    """Return what a rank has said of something, in order; a repeated line counts once."""
+    lines = (folder / f"{rank}.said").read_text().splitlines()
+    return list(dict.fromkeys(line for line in lines if line.startswith(f"{what} ")))
+
+
+@pytest.mark.timeout(500)
+@pytest.mark.parametrize("kind", ["fsdp", "objects", "compiled"])
+def test_a_training_gives_the_bits_that_it_gives_under_torchrun(tmp_path: Path, kind: str) -> None:
+    trained(TORCHRUN, tmp_path / "torchrun", kind)
+    trained(LIGHTCK, tmp_path / "lightck", kind)
+    for rank in range(2):
+        steps = said(tmp_path / "lightck", rank, "step")
+        assert len(steps) == OTHER_STEPS
+        assert steps == said(tmp_path / "torchrun", rank, "step")
+
+
+@pytest.mark.timeout(500)
+def test_sharded_state_restarts_all_ranks_and_says_so(tmp_path: Path) -> None:
+    trained(LIGHTCK, tmp_path / "plain", "fsdp")
+    log = trained(LIGHTCK, tmp_path / "killed", "fsdp", "4")
+    assert "in_place_off" in log and "alike on all ranks" in log, log[-4000:]
+    for rank in range(2):
+        assert said(tmp_path / "killed", rank, "step") == said(tmp_path / "plain", rank, "step")
+        assert len(said(tmp_path / "killed", rank, "pid")) == 2

@@ -29,7 +29,7 @@ from lightck.inplace import worker
 from lightck.inplace.agent import Agent, ReplacingContext
 from lightck.inplace.communicator import Communicator
 from lightck.inplace.generations import RUN
-from lightck.inplace.group import CollectiveWork, Group
+from lightck.inplace.group import Group
 from lightck.inplace.inputs import Inputs
 from lightck.inplace.operations import FailedCollective
 from support.distributed import ranks
@@ -238,25 +238,8 @@ KNOWN_MISSING = {"monitored_barrier"}
 """Torch's Python code makes it for gloo of the transfers between two ranks."""
 
 
-def test_the_work_of_a_collective_gives_its_value_to_python_and_to_torch_s_code() -> None:
-    future: torch.futures.Future[Any] = torch.futures.Future()
-    work = CollectiveWork(future)
-    assert not work.is_completed()
-    value = [torch.ones(2)]
-    future.set_result(value)
-    assert work.wait()
-    assert work.is_completed()
-    assert work.get_future().wait()[0] is value[0]
-
-
-def test_the_work_of_a_collective_that_has_failed_raises_in_python_and_in_torch_s_code() -> None:
-    future: torch.futures.Future[Any] = torch.futures.Future()
-    work = CollectiveWork(future)
-    future.set_exception(FailedCollective("all ranks have to be restarted"))
-    for wait in (work.wait, work.result, work.get_future().wait, work.get_future().value):
-        with pytest.raises(CoordinationError, match="all ranks have to be restarted"):
-            wait()
-    # All that torch's C++ is given: DDP takes a bucket's tensors out of it.
+def test_a_future_that_has_failed_gives_torch_s_code_no_tensors() -> None:
+    """DDP takes a bucket's tensors out of its future's value as this function does."""
     with pytest.raises(CoordinationError, match="all ranks have to be restarted"):
         torch._jit_internal._extract_tensors(FailedCollective("all ranks have to be restarted"))
 
@@ -364,6 +347,7 @@ def test_coalesced_collectives_give_what_one_for_each_tensor_gives() -> None:
         parts = [torch.empty(1), torch.empty(2)]
         group.reduce_scatter_tensor_coalesced(parts, own).wait()
         found[rank] = [*gathered, *parts]
+        communicator.end("the test is over")
 
     threads = [threading.Thread(target=run, args=[rank]) for rank in range(2)]
     for each in threads:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -20,41 +21,44 @@ def kept(communicator: Communicator, values: int, count: int) -> int:
     for _ in range(count):
         tensor = torch.ones(values)
         form = Description("allreduce SUM", described([tensor]))
-        communicator.run(form, [tensor], lambda b, t=tensor: b.allreduce([t])).wait()
+        made = communicator.run(form, [tensor], lambda b, t=tensor: b.allreduce([t]))
+        communicator.wait(made)
     return len(list(communicator.window)) - before
 
 
-def alone() -> Communicator:
+@pytest.fixture
+def communicator() -> Iterator[Communicator]:
+    """A rank that is alone."""
     communicator = Communicator(0, 1)
     communicator.resume(Switch(1, 0).open(0))
-    return communicator
+    yield communicator
+    communicator.end("the test is over")
 
 
-def test_of_a_set_up_small_results_are_kept_and_no_large_ones() -> None:
-    communicator = alone()
+def test_of_a_set_up_small_results_are_kept_and_no_large_ones(communicator: Communicator) -> None:
     assert kept(communicator, 4, 3) == 3
     assert kept(communicator, 100_000, 3) == 0
 
 
-def test_a_set_up_that_never_ends_keeps_a_bounded_number() -> None:
-    assert kept(alone(), 1, 600) <= 257
+def test_a_set_up_that_never_ends_keeps_a_bounded_number(communicator: Communicator) -> None:
+    assert kept(communicator, 1, 600) <= 257
 
 
-def test_while_ranks_recover_everything_is_kept() -> None:
-    communicator = alone()
+def test_while_ranks_recover_everything_is_kept(communicator: Communicator) -> None:
     communicator.keep(recovers=True)
     assert kept(communicator, 100_000, 3) == 3
 
 
-def test_where_in_place_is_off_nothing_is_kept() -> None:
-    communicator = alone()
+def test_where_in_place_is_off_nothing_is_kept(communicator: Communicator) -> None:
     communicator.keep(recovers=False)
     assert kept(communicator, 100_000, 3) == kept(communicator, 1, 3) == 0
 
 
 @pytest.mark.parametrize("broken", [False, True])
-def test_a_commit_counts_before_the_training_that_waits_for_it_goes_on(broken: bool) -> None:
-    communicator, seen = alone(), []
+def test_a_commit_counts_before_the_training_that_waits_for_it_goes_on(
+    communicator: Communicator, broken: bool
+) -> None:
+    seen: list[int] = []
     communicator.keep(recovers=True)
 
     def train() -> None:

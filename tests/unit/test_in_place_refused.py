@@ -35,6 +35,15 @@ def test_who_waits_in_a_collective_is_told_why_all_are_restarted() -> None:
         work.wait()
 
 
+def test_who_looks_at_its_value_or_future_is_told_too() -> None:
+    communicator, work = open_work()
+    communicator.end(WHY)
+    assert work.is_completed()
+    for look in (work.result, work.get_future().wait, work.get_future().value):
+        with pytest.raises(CoordinationError, match=WHY):
+            look()
+
+
 def test_a_later_collective_is_told_as_well() -> None:
     communicator, _ = open_work()
     communicator.end(WHY)

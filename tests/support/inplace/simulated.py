@@ -7,11 +7,13 @@ and failed on others, its input overwritten with anything.
 
 from __future__ import annotations
 
+import math
 import random
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -21,7 +23,7 @@ from lightck.errors import StoreError
 from lightck.inplace.communicator import Communicator
 from lightck.inplace.generations import SETUP, Generations
 from lightck.inplace.inputs import Inputs
-from lightck.inplace.operations import described
+from lightck.inplace.operations import Operation, described
 from lightck.inplace.plan import Description
 from lightck.inplace.recovery import InPlaceRecovery, Replacement
 from lightck.inplace.setup import SetupAnswers
@@ -83,10 +85,12 @@ class Work:
     def __init__(self) -> None:
         self.future: Future[Any] = Future()
 
-    def get_future(self) -> Future[Any]:
-        return self.future
-
-    def wait(self) -> None:
+    def wait(self, timeout: timedelta | None = None) -> None:
+        end_s = math.inf if timeout is None else time.monotonic() + timeout.total_seconds()
+        while timeout is not None and not self.future.done():
+            if time.monotonic() > end_s:
+                raise RuntimeError("Operation timed out!")
+            time.sleep(0.0005)
         self.future.wait()
 
 
@@ -294,7 +298,7 @@ class Rank:
         self.points += 1
         self.job.passes(self, where)
 
-    def _reduce(self, tensor: torch.Tensor, what: str) -> Future[Any]:
+    def _reduce(self, tensor: torch.Tensor, what: str) -> Operation:
         form = Description(f"allreduce {what}", described([tensor]), site=what)
         kept = self.inputs.keep([tensor])
         return self.communicator.run(form, [tensor], lambda b: b.allreduce([tensor]), kept=kept)
@@ -304,7 +308,7 @@ class Rank:
         while self.step < self.job.steps:
             if self.job.top:  # a collective at the loop's top
                 flag = torch.tensor([float(self.rank + self.step)])
-                self._reduce(flag, "flag").wait()
+                self.communicator.wait(self._reduce(flag, "flag"))
                 self.trace.append((self.step, float(flag)))
             self.point("forward")
             with self.communicator.changed:
@@ -314,8 +318,8 @@ class Rank:
             for part, bucket in enumerate(buckets):
                 flying.append(self._reduce(bucket, f"bucket {part}"))
                 self.point(f"bucket {part}")
-            for future in flying:
-                future.wait()
+            for each in flying:
+                each.future.wait()  # as DDP does; the others are waited for as programs do
             self.point("fence")
             self.communicator.commit(self.step + 1)
             self.point("update")
@@ -329,7 +333,7 @@ class Rank:
             self.point("end")
             if self.job.metric:
                 loss = self.state.sum().reshape(1) + self.rank
-                self._reduce(loss, "metric").wait()
+                self.communicator.wait(self._reduce(loss, "metric"))
                 loss /= self.job.world  # changed in place at once
                 self.trace.append((self.step, float(loss)))
                 self.point("metric")
@@ -361,6 +365,7 @@ class Job:
         self._switches: dict[int, Switch] = {}
         self._saved: dict[int, torch.Tensor] = {}
         self._due = dict(self.losses)
+        self._gone: list[Communicator] = []
         self._agent = Generations(self.store)  # type: ignore[arg-type]
         self.store.set(SETUP, b"{}")
 
@@ -381,6 +386,8 @@ class Job:
             self.store.close()
             for each in [*self.ranks.values()]:
                 each.communicator.end("the job is over")
+            for communicator in self._gone:
+                communicator.end("its rank was lost")
 
     def _run(self) -> None:
         for each in [*self.ranks.values()]:
@@ -411,6 +418,7 @@ class Job:
         """Cut the rank off, and replace it."""
         with self._lock:
             rank.communicator.ended = "lost"
+            self._gone.append(rank.communicator)
             if rank.link is not None:
                 rank.link.switch.cut_off(rank.rank)
             generation = self._agent.claim((rank.rank,), "killed")
