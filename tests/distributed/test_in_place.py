@@ -295,7 +295,7 @@ def test_a_rank_of_one_of_two_nodes_is_replaced_by_its_node_s_agent(
     jobs.assert_in_place(job, golden.of(4, STEPS))
 
 
-# ---- what recovery in place does not cover passes through its group unharmed -----------------------
+# ---- what is not recovered in place passes through its group unharmed ----------------------------
 
 OTHERS = Path(__file__).parents[1] / "support/inplace/others.py"
 TORCHRUN = ["torch.distributed.run"]

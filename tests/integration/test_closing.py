@@ -55,6 +55,14 @@ def threads() -> tuple[int, set[threading.Thread]]:
     return len(list(Path("/proc/self/task").iterdir())), {*threading.enumerate()}
 
 
+@pytest.fixture(autouse=True)
+def others(region_dir: Path) -> None:
+    """Let torch, and pyarrow at the first handle, start the threads that they keep."""
+    loop = adam_loop()
+    with attach(region_dir / "first", loop):
+        loop.run(1)
+
+
 @pytest.mark.parametrize(
     "parts",
     [
@@ -68,7 +76,6 @@ def threads() -> tuple[int, set[threading.Thread]]:
 def test_whatever_a_part_of_closing_raises_the_others_are_closed_and_the_first_error_is_told(
     run_dir: Path, monkeypatch: pytest.MonkeyPatch, parts: list[tuple[type | ModuleType, str]]
 ) -> None:
-    adam_loop().run(1)  # torch's own threads run from here on
     loop, before = adam_loop(), threads()
     with monkeypatch.context() as patch:
         for owner, name in parts:
@@ -103,7 +110,6 @@ def test_whatever_a_part_of_closing_raises_the_others_are_closed_and_the_first_e
 def test_an_attach_that_fails_leaves_nothing_behind(
     run_dir: Path, monkeypatch: pytest.MonkeyPatch, owner: type, name: str
 ) -> None:
-    adam_loop().run(1)
     loop, before = adam_loop(), threads()
     with monkeypatch.context() as patch:
         broken(owner, name, patch)
@@ -115,7 +121,6 @@ def test_an_attach_that_fails_leaves_nothing_behind(
 def test_a_warning_that_is_an_error_makes_attach_fail_before_anything_is_made(
     run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    adam_loop().run(1)
     loop, before = adam_loop(), threads()
     loop.model.register_buffer("statistics", torch.zeros(8))
     with warnings.catch_warnings():
