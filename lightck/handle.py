@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import logging
-import math
 import os
 import threading
 import time
@@ -332,7 +331,7 @@ class Handle:
         self._failed(error)
         try:
             if not self._inherited:
-                self._shut(last_step=False, most_s=FAILED_S)
+                self._shut(last_step=False, failed=True)
                 self._reporter.surface()
         except Exception as ours:  # noqa: BLE001
             error.add_note(f"lightck, while closing: {ours}")
@@ -395,17 +394,25 @@ class Handle:
         if self._closed:
             raise LightckError(f"the handle on {self.region.place.path} is closed")
 
-    def _shut(self, *, last_step: bool, most_s: float = math.inf) -> None:
-        """Stop the engine and undo attach; other ranks are waited for `most_s` at most."""
+    def _shut(self, *, last_step: bool, failed: bool = False) -> None:
+        """Stop the engine and undo attach.
+
+        Where the training has failed, other ranks are waited for `FAILED_S` at most, and are told
+        nothing if another process goes on in this one's place.
+        """
         if self._closed:
             return
         if self._rescue is not None:
             self._rescue.begin_close()
         checkpointer, deadline = self._checkpointer, time.monotonic() + self.config.close_timeout_s
-        parted = min(deadline, time.monotonic() + most_s)
+        parted = min(deadline, time.monotonic() + FAILED_S) if failed else deadline
+        replaced = failed and runtime.replaces()
         self._reporter.begin_close()
         requests = self._requests
-        self._undo.append(lambda: requests.settle_for_close(parted, last_step=last_step))
+        if replaced:
+            self._undo.append(requests.give_up_for_close)
+        else:
+            self._undo.append(lambda: requests.settle_for_close(parted, last_step=last_step))
         self._undo.append(lambda: requests.drain_for_close(deadline))
         self._undo.append(requests.finish_last_step if last_step else checkpointer.finish_window)
         if self._guard is not None:
@@ -436,7 +443,7 @@ class Handle:
             return
         event("exit_without_close", logging.WARNING, step=self.step)
         if self._failed_at == self.step:
-            self._shut(last_step=False, most_s=FAILED_S)
+            self._shut(last_step=False, failed=True)
             return
         if self._rescue is not None:
             self._save("exit without close")

@@ -12,6 +12,7 @@ from lightck.cli.output import BAD_DATA, Refusal
 
 TRAINING = "training thread"
 REDUCTION = "gradients reduced"
+RECOVERY = "recovery in place"
 PHASES = ("forward", "backward", "wait", "update")
 STALLS = ("boundary", "fence", "step", "request")
 

@@ -15,7 +15,15 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 from lightck.cli.output import size, span
-from lightck.cli.timeline_data import PHASES, REDUCTION, TRAINING, Bar, Recording, row_of
+from lightck.cli.timeline_data import (
+    PHASES,
+    RECOVERY,
+    REDUCTION,
+    TRAINING,
+    Bar,
+    Recording,
+    row_of,
+)
 
 SUFFIXES = (".png", ".svg", ".pdf")
 _INK, _FAINT, _GRID = "#1f2430", "#6b7280", "#d5d9e0"
@@ -31,6 +39,7 @@ _COLOURS = {
     "request": "#bc6c25",
     "drain": "#9aa5b1",
     "invalidate": "#adb5bd",
+    "recovery": "#6d3b47",
     "commit": "#2a9d8f",
 }
 _PARTS = "YlGnBu", 0.1, 0.6
@@ -62,6 +71,8 @@ def _figure(recording: Recording) -> Figure:
     rows = {TRAINING: _phases, "held up by lightck": _stalls}
     if recording.of("allreduce"):
         rows[REDUCTION] = _reductions
+    if recording.of("recovery"):
+        rows[RECOVERY] = _recoveries
     busy = {bar.track for bar in recording.of("copy", "drain")}
     workers = [track for track in recording.tracks if track.startswith("worker") and track in busy]
     rows |= {track: partial(_copies, track) for track in workers} | {"commits": _commits}
@@ -208,6 +219,12 @@ def _reductions(axes: Any, recording: Recording, y: int, end: float) -> None:
         _bars(axes, [(bar.begin, bar.end)], y, _COLOURS["allreduce"], height=_COPY_LANE,
               hatch=hatch, edgecolor="white")  # fmt: skip
         _says(axes, bar, y, [bar.name, bar.name.removeprefix("bucket ")], end, fontsize=7.5)
+
+
+def _recoveries(axes: Any, recording: Recording, y: int, end: float) -> None:
+    for bar in recording.of("recovery"):
+        _bars(axes, [(bar.begin, bar.end)], y, _COLOURS["recovery"])
+        _says(axes, bar, y, [f"{bar.name}  {bar.length:.0f} ms", bar.name], end, color="white")
 
 
 def _copies(track: str, axes: Any, recording: Recording, y: int, end: float) -> None:

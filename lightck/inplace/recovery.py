@@ -28,6 +28,7 @@ from lightck.inplace.generations import Generation, Generations
 from lightck.inplace.operations import empty
 from lightck.inplace.plan import Description, Plan, PlanRefused, Standing, plan_of
 from lightck.inplace.training import Training
+from lightck.tracing.trace import now_ns
 
 SETTLE_S = 600.0
 """Seconds that a recovery may take before all ranks are restarted."""
@@ -226,8 +227,8 @@ class InPlaceRecovery:
     # ---- one recovery ------------------------------------------------------------------------
 
     def _recover(self, generation: Generation) -> None:
-        began_s, communicator = time.monotonic(), self.communicator
-        until_s = began_s + self.settle_s
+        began_ns, communicator = now_ns(), self.communicator
+        until_s = time.monotonic() + self.settle_s
         state = _Recovering(self, generation, until_s)
         lost = sorted(generation.lost)
         event(
@@ -258,11 +259,10 @@ class InPlaceRecovery:
         with communicator.changed:
             self._done = generation.number
             self.recoveries += 1
-            self.recovering_s += time.monotonic() - began_s
+            self.recovering_s += (now_ns() - began_ns) / 1e9
             self.recovering = ""
         if self.training is not None:
-            for rank in gone:
-                self.training.rejoined(rank)
+            self.training.recovered(gone, began_ns)
         event(
             "recovered",
             logging.WARNING,
@@ -270,7 +270,7 @@ class InPlaceRecovery:
             ranks=gone,
             step=plan.step,
             given=len(plan.donors),
-            seconds=round(time.monotonic() - began_s, 3),
+            seconds=round((now_ns() - began_ns) / 1e9, 3),
         )
 
     def _connect(self, generation: Generation, plan: Plan, state: _Recovering) -> None:

@@ -184,6 +184,11 @@ class Worker:
             self._training.leave(why)
             self.communicator.keep(recovers=False)
 
+    def replaces(self) -> bool:
+        """Tell whether another process goes on in the place of this one if it fails."""
+        training = self._training
+        return training is not None and not training.left and not self.communicator.ended
+
     def _publish_setup(self) -> None:
         record = SetupRecord()
         for operation in self.communicator.window:
@@ -283,6 +288,11 @@ def _made(rank: int, world: int, timeout: timedelta) -> Worker:
     if life:
         worker.take_setup(told)
     return worker
+
+
+def replaces() -> bool:
+    """Return what `Worker.replaces` does; False in a process that does not recover in place."""
+    return WORKER is not None and WORKER.replaces()
 
 
 def stats() -> tuple[int, float, str]:

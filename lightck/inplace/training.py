@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any, Protocol
@@ -20,6 +20,7 @@ from lightck.distributed.commit.distributed_barrier import DistributedBarrier
 from lightck.failure.jit_save_ranks import RankJitSaver
 from lightck.inplace.communicator import Communicator
 from lightck.loop.hooks import Listener
+from lightck.tracing.trace import now_ns
 
 SAVE_S = 120.0
 """Seconds that the save of a step may take."""
@@ -52,8 +53,13 @@ class Training(Protocol):
         """Return what a replacement's commit barrier goes on from, as JSON values."""
         ...
 
-    def rejoined(self, rank: int) -> None:
-        """Note that a lost rank has been replaced."""
+    def recovered(self, ranks: Sequence[int], began_ns: int) -> None:
+        """Note that all ranks go on: lost ones are replaced, or connections were made anew.
+
+        Args:
+            ranks: the replaced ones.
+            began_ns: when the recovery began here, by the clock of `now_ns`.
+        """
         ...
 
 
@@ -103,9 +109,15 @@ class HandleTraining:
         barrier = self.rescue.checkpointer.pipeline.barrier
         return barrier.progress() if isinstance(barrier, DistributedBarrier) else None
 
-    def rejoined(self, rank: int) -> None:
-        """Note that a lost rank has been replaced."""
-        self.rescue.rejoined(rank)
+    def recovered(self, ranks: Sequence[int], began_ns: int) -> None:
+        """Note that all ranks go on: lost ones are replaced, or connections were made anew."""
+        for rank in ranks:
+            self.rescue.rejoined(rank)
+        trace = self.rescue.checkpointer.pipeline.trace
+        if trace is not None:
+            lost = ", ".join(map(str, ranks))
+            what = f"rank {lost} replaced" if ranks else "connections made anew"
+            trace.note("recovery", what, began_ns, now_ns())
 
 
 @dataclass(eq=False)

@@ -246,6 +246,11 @@ class Requests:
             self.outcomes.poll()
             outcomes.tell_troubles()
 
+    def give_up_for_close(self) -> None:
+        """Leave without a word to the other ranks: another process goes on in this one's place."""
+        self.pipeline.barrier.give_up()
+        self.outcomes.poll()
+
     def wait(self, step: int | None, timeout: float | None) -> None:
         """Wait for a commit as `handle.wait` promises."""
         pipeline, counters = self.pipeline, self.pipeline.counters

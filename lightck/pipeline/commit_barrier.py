@@ -110,6 +110,10 @@ class CommitBarrier(Protocol):
         """Leave the barrier without a last step, and say so; waits `seconds` at most for fates."""
         ...
 
+    def give_up(self) -> None:
+        """Stop, and say nothing: for the other ranks this one goes on, in another process."""
+        ...
+
 
 class SingleProcessBarrier:
     """Barrier of a single rank: the policy decides, and what is committed here counts at once."""
@@ -169,6 +173,9 @@ class SingleProcessBarrier:
 
     def leave(self, why: str, seconds: float) -> None:
         """Do nothing: no other rank waits."""
+
+    def give_up(self) -> None:
+        """Do nothing: there is no other rank."""
 
 
 def is_final(error: BaseException) -> bool:

@@ -2,9 +2,9 @@
 
 There is one process per rank and a track per thread: the training thread with step > forward,
 backward, wait (for other ranks' gradients), fence, update, and inside them what lightck did there;
-autograd's thread, if it is another one; the reduction of gradients; workers; the commit thread (the
-native thread that syncs). Commits that need no sync are on the training thread. Times are
-microseconds of CLOCK_MONOTONIC: files of several ranks of a host fit together.
+autograd's thread, if it is another one; the reduction of gradients; recoveries in place; workers;
+the commit thread (the native thread that syncs). Commits that need no sync are on the training
+thread. Times are microseconds of CLOCK_MONOTONIC: files of several ranks of a host fit together.
 """
 
 from __future__ import annotations
@@ -32,12 +32,13 @@ from lightck.region.native_pool import (
 )
 from lightck.tracing.trace import Event, Opening, Recorded, Trace
 
-TRAINING, AUTOGRAD, REDUCTION, WORKER, COMMIT_THREAD = 1, 2, 3, 10, 90
+TRAINING, AUTOGRAD, REDUCTION, RECOVERY, WORKER, COMMIT_THREAD = 1, 2, 3, 4, 10, 90
 """Track numbers; that of worker k is WORKER + k."""
 _NAMES = {
     TRAINING: "training thread",
     AUTOGRAD: "autograd thread",
     REDUCTION: "gradients reduced",
+    RECOVERY: "recovery in place",
     COMMIT_THREAD: "commit thread",
 }
 _STAGES = {
@@ -115,6 +116,9 @@ def document(recorded: Recorded) -> dict[str, Any]:
 
 def _training(recorded: Recorded) -> Iterator[_Slice]:
     for event in recorded.events:
+        if event.kind == "recovery":
+            args = {"step": event.step}
+            yield _Slice(RECOVERY, event.name, "recovery", event.begin_ns, event.end_ns, args)
         if event.kind in ("step", "forward", "wait", "update", "stall", "part"):
             yield _Slice(
                 TRAINING if event.thread == recorded.training_thread else AUTOGRAD,

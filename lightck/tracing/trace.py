@@ -61,8 +61,8 @@ class Event(NamedTuple):
 
     kind: str
     """The kind of event: `step`, `forward`, `wait` (for gradients), `update`, `stall`, `part` (of a
-    stall), `tick`, `launched` and `allreduce` (a bucket whose end is not seen, or is), `released`,
-    `slipped`, `torn`."""
+    stall), `tick`, `launched` and `allreduce` (a bucket whose end is not seen, or is), `recovery`
+    (in place), `released`, `slipped`, `torn`."""
     name: str
     begin_ns: int
     end_ns: int

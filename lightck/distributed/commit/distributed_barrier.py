@@ -432,6 +432,20 @@ class DistributedBarrier:
         self._settle(seconds if self.reachable else _GONE_S)
         self._divergence.close(seconds if self.reachable else 0.0)
 
+    def give_up(self) -> None:
+        """Stop, and say nothing: for the other ranks this one goes on, in another process.
+
+        What it said would stand in the store for good: that it lost steps that its successor may
+        hold, and an answer in the closing round, in which its successor takes part.
+        """
+        self._left = True
+        with self._changed:
+            self._stopped = True
+            self._changed.notify_all()
+        for thread in self._threads:
+            thread.join(self._answer_s)
+        self._divergence.close(0.0)
+
     def _settle(self, seconds: float) -> list[int]:
         """Wait for the outcomes of the steps committed here, then end the threads. Idempotent.
 

@@ -254,7 +254,7 @@ class Rank:
     def progress(self) -> Any:
         return None
 
-    def rejoined(self, rank: int) -> None:
+    def recovered(self, ranks: Sequence[int], began_ns: int) -> None:
         """Nothing follows."""
 
     # ---- the program -------------------------------------------------------------------------
