@@ -101,7 +101,7 @@ def main(preload: Sequence[str]) -> None:
     os.environ.update(told["environment"])
     from lightck.inplace import worker
 
-    worker.main(told["arguments"])
+    worker.run(told["arguments"])
 
 
 if __name__ == "__main__":

@@ -9,12 +9,15 @@ fails by name where a new torch has another.
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import logging
 import os
 import runpy
 import sys
+import threading
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -80,5 +83,32 @@ def main(arguments: Sequence[str]) -> None:
         runpy.run_path(script, run_name="__main__")
 
 
+def run(arguments: Sequence[str]) -> NoReturn:
+    """Run a script as `main` does, and end the process as Python would, but for its destructors.
+
+    Threads that come out of torch's C++ while the interpreter is taken down end the process by
+    SIGABRT, and DDP's destructor may wait for one of gloo's threads for ever (torch 2.13). So there
+    is no such time: what the script has registered runs, and the process is gone.
+    """
+    status = 0
+    try:
+        main(arguments)
+    except KeyboardInterrupt:
+        raise  # ends by the signal
+    except SystemExit as left:
+        status = left.code if isinstance(left.code, int) else int(left.code is not None)
+        if status and not isinstance(left.code, int):
+            print(left.code, file=sys.stderr)
+    except BaseException:  # noqa: BLE001 - whatever a script raises
+        status = 1
+        sys.excepthook(*sys.exc_info())
+    threading._shutdown()  # type: ignore[attr-defined] # threads that are no daemons end first
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # closed, or none
+            stream.flush()
+    os._exit(status & 0xFF)
+
+
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    run(sys.argv[1:])

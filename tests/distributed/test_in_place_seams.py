@@ -6,6 +6,7 @@ import inspect
 import os
 import signal
 import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -369,3 +370,39 @@ class _Link:
 
     def cut(self) -> None:
         """Nobody cuts them."""
+
+
+ENDS = {
+    "end": ("", 0, "", ""),
+    "exception": ("raise ValueError('wrong')", 1, "", "ValueError: wrong"),
+    "status": ("raise SystemExit(3)", 3, "", ""),
+    "text": ("raise SystemExit('a reason')", 1, "", "a reason"),
+    "none": ("raise SystemExit", 0, "", ""),
+    "ctrl-c": ("raise KeyboardInterrupt", -signal.SIGINT, "", "KeyboardInterrupt"),
+    "atexit": ("import atexit; atexit.register(print, 'left')", 0, "left", ""),
+    "thread": (
+        "import threading, time\n"
+        "threading.Thread(target=lambda: (time.sleep(0.3), print('done'))).start()",
+        0,
+        "done",
+        "",
+    ),
+    "output": ("print('x' * 100000, end='')", 0, "x" * 100000, ""),
+}
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_a_worker_ends_as_python_does_though_nothing_is_destroyed(
+    name: str, tmp_path: Path
+) -> None:
+    code, status, out, err = ENDS[name]
+    script = tmp_path / "script.py"
+    script.write_text(
+        "class Never:\n    def __del__(self): print('destroyed')\n"
+        f"never = Never()\nnever.itself = never\n{code}\n"
+    )
+    command = [sys.executable, "-m", "lightck.inplace.worker", str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == status, done.stderr
+    assert done.stdout.strip() == out + ("destroyed" if name == "ctrl-c" else "")
+    assert err in done.stderr
