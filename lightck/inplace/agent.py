@@ -1,10 +1,10 @@
 """The agent of `lightck run`: torchrun's, but that it replaces the one worker that has ended.
 
-The only file that touches torch elastic's private parts: `_start_workers` of the agent and
-`_capture_process_failures` of its subprocesses. A worker that ends with another status than 0
-begins a generation, which tells every rank of the job; its replacement is a spare process, if there
-is one. A replacement counts as one of `--max-restarts`. Where the ranks say that all have to be
-restarted, torchrun's own way is taken.
+The only file that touches torch elastic's private parts: `_start_workers` of the agent, `_poll` of
+its subprocesses, and that this polls each worker's `Popen`. A worker that ends with another status
+than 0 begins a generation, which tells every rank of the job; its replacement is a spare process,
+if there is one. A replacement counts as one of `--max-restarts`. Where the ranks say that all have
+to be restarted, torchrun's own way is taken.
 """
 
 from __future__ import annotations
@@ -33,27 +33,42 @@ _AWAY_S = 30.0
 WORKER_MODULE = "lightck.inplace.worker"
 
 
+class WorkerProcess(subprocess.Popen[bytes]):
+    """The process of a worker, whose agent is asked before its end counts."""
+
+    agent: Agent
+    local_rank: int
+    asked = False
+    replaced = False
+
+    @classmethod
+    def watched(cls, process: Any, agent: Agent, local_rank: int) -> WorkerProcess:
+        """Return a process of torch's, or a spare, as one of these."""
+        process.__class__ = cls
+        process.agent, process.local_rank = agent, local_rank
+        found: WorkerProcess = process
+        return found
+
+    def poll(self) -> int | None:
+        """Return the exit status; None while it runs, and once another has taken its place."""
+        code = super().poll()
+        if code is not None and not self.asked:
+            self.asked = True
+            if code == 0:
+                self.agent.note_end(self.local_rank)
+            else:
+                self.replaced = self.agent.replace(self.local_rank, code)
+        return None if self.replaced else code
+
+
 class ReplacingContext(SubprocessContext):
-    """Torch's context of a node's workers, which asks before it counts an end as a failure."""
+    """Torch's context of a node's workers, which ends workers that stand."""
 
     agent: Agent
 
-    def _capture_process_failures(self, done_local_ranks: set[int]) -> None:
+    def _poll(self) -> Any:
         self.agent.end_standing()
-        ended = set()
-        for local_rank in self._running_local_ranks:
-            code = self.subprocess_handlers[local_rank].proc.poll()
-            if code == 0:
-                self.agent.note_end(local_rank)
-            if code is not None and not (code != 0 and self.agent.replace(local_rank, code)):
-                ended.add(local_rank)
-        # Torch looks at these alone: who ends meanwhile would count as failed, and was not asked
-        # about.
-        running, self._running_local_ranks = self._running_local_ranks, ended
-        try:
-            super()._capture_process_failures(done_local_ranks)
-        finally:
-            self._running_local_ranks = running
+        return super()._poll()
 
     def _close(self, *args: Any, **named: Any) -> None:
         self.agent.closing = True
@@ -82,6 +97,8 @@ class Agent(LocalElasticAgent):
         context: Any = self._pcontext
         context.__class__ = ReplacingContext
         context.agent = self
+        for local_rank, handler in context.subprocess_handlers.items():
+            WorkerProcess.watched(handler.proc, self, local_rank)
         self._generations, self._ends = None, 0
         if self.keeps_spare and self._spare is None:
             self._spare = Spare(self.preload)
@@ -146,7 +163,8 @@ class Agent(LocalElasticAgent):
         environment = {**context.envs[local_rank], LIFE: str(generation.life(rank))}
         arguments = [str(each) for each in context.args[local_rank]]
         outputs = [getattr(each, "name", None) for each in (handler._stdout, handler._stderr)]
-        handler.proc = self._successor(environment, arguments, outputs)
+        successor = self._successor(environment, arguments, outputs)
+        handler.proc = WorkerProcess.watched(successor, self, local_rank)
         group.workers[local_rank].id = handler.proc.pid
         left = self._remaining_restarts
         event("replaced", logging.WARNING, rank=rank, process=handler.proc.pid, left=left, why=why)

@@ -27,7 +27,7 @@ from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 from lightck.cli.run import SHARED_STORE
 from lightck.errors import CoordinationError
 from lightck.inplace import worker
-from lightck.inplace.agent import Agent, ReplacingContext
+from lightck.inplace.agent import Agent, ReplacingContext, WorkerProcess
 from lightck.inplace.communicator import Communicator
 from lightck.inplace.generations import RUN
 from lightck.inplace.group import Group
@@ -99,18 +99,17 @@ def test_the_agent_has_the_attributes_that_a_replacement_goes_by() -> None:
     assert "worker_pids != pc_pids" in inspect.getsource(LocalElasticAgent._monitor_workers)
 
 
-def test_the_context_of_processes_asks_the_function_that_is_overridden_of_each_end(
-    tmp_path: Path,
-) -> None:
-    asked: list[tuple[set[int], dict[int, int | None]]] = []
+def test_the_context_of_processes_polls_each_one_as_it_is_at_its_look(tmp_path: Path) -> None:
+    looks: list[int] = []
 
     class Asked(SubprocessContext):  # type: ignore[misc]
-        def _capture_process_failures(self, done_local_ranks: set[int]) -> None:
-            statuses = {
-                local: handler.proc.poll() for local, handler in self.subprocess_handlers.items()
-            }
-            asked.append(({*self._running_local_ranks}, statuses))
-            super()._capture_process_failures(done_local_ranks)
+        def _poll(self) -> Any:
+            looks.append(1)
+            return super()._poll()
+
+    class Process(subprocess.Popen):  # type: ignore[type-arg]
+        def poll(self) -> int | None:
+            return super().poll() and 7
 
     started: Any = start_processes(
         "seam", "false", {0: ("x",)}, {0: {"A": "b"}}, DefaultLogsSpecs(str(tmp_path))
@@ -123,15 +122,17 @@ def test_the_context_of_processes_asks_the_function_that_is_overridden_of_each_e
         handler = started.subprocess_handlers[0]
         assert hasattr(handler, "_stdout")
         assert hasattr(handler, "_stderr")
+        assert type(handler.proc) is subprocess.Popen
         assert handler.proc.wait(60) == 1
+        handler.proc.__class__ = Process
         result = started.wait(0)
     finally:
         started.close()
-    assert asked[0] == ({0}, {0: 1})
+    assert looks
     assert result is not None
-    assert result.failures[0].exitcode == 1
+    assert result.failures[0].exitcode == 7
     assert parameters(SubprocessContext._close)[:2] == ["self", "death_sig"]
-    for name in ("_capture_process_failures", "_close"):
+    for name in ("_poll", "_close"):
         assert name in vars(ReplacingContext), f"agent.py no longer overrides {name}"
 
 
@@ -273,7 +274,7 @@ def test_options_of_collectives_have_the_attributes_that_the_group_sets(
 
 
 def test_a_worker_that_ends_while_another_is_replaced_is_replaced_as_well(tmp_path: Path) -> None:
-    """Torch's own look at the workers comes right after: it must find none that has failed."""
+    """Torch's look goes from one to the next: who ends meanwhile is asked about as well."""
     standing = ("-c", "exec sleep 1000")
     started: Any = start_processes(
         "seam",
@@ -284,6 +285,9 @@ def test_a_worker_that_ends_while_another_is_replaced_is_replaced_as_well(tmp_pa
     )
     replaced: list[tuple[int, int]] = []
 
+    def watch(process: Any, local_rank: int) -> WorkerProcess:
+        return WorkerProcess.watched(process, started.agent, local_rank)
+
     class Replacer:
         closing = False
 
@@ -291,9 +295,12 @@ def test_a_worker_that_ends_while_another_is_replaced_is_replaced_as_well(tmp_pa
             """No rank stands."""
 
         def replace(self, local_rank: int, code: int) -> bool:
+            if self.closing:
+                return False
             replaced.append((local_rank, code))
             handler = started.subprocess_handlers[local_rank]
-            handler.proc = subprocess.Popen(["sh", *standing], start_new_session=True)
+            process = subprocess.Popen(["sh", *standing], start_new_session=True)
+            handler.proc = watch(process, local_rank)
             if local_rank == 1:
                 other = started.subprocess_handlers[0].proc
                 other.kill()
@@ -302,6 +309,8 @@ def test_a_worker_that_ends_while_another_is_replaced_is_replaced_as_well(tmp_pa
 
     started.__class__ = ReplacingContext
     started.agent = Replacer()
+    for local_rank, handler in started.subprocess_handlers.items():
+        watch(handler.proc, local_rank)
     try:
         started.subprocess_handlers[1].proc.wait(60)
         assert started.wait(0) is None
