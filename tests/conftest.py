@@ -19,6 +19,9 @@ _TESTS = Path(__file__).parent
 _ROOT = _TESTS.parent
 # Most tests mean every step; those of the default policy take this away.
 os.environ.setdefault("LIGHTCK_POLICY", "1")
+# Before torch is loaded: its threads spin while they wait, and on busy processors that is most of
+# what a test of large tensors takes.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 @pytest.fixture
