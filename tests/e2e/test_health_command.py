@@ -12,7 +12,7 @@ import pytest
 
 from lightck.cli import health as command
 from lightck.cli.main import main
-from lightck.health import MachineProbe, probes
+from lightck.health import MachineProbe, drive_fit, probes
 from lightck.policy.symptoms import SYMPTOMS
 from support.machine import write_drive_logs
 
@@ -81,7 +81,10 @@ def test_a_probe_that_hangs_raises_or_lacks_something_is_told(
     assert [row["active"] for row in rows] == [{}, {}, {"drive": 1}]
 
 
-def test_fit_writes_a_model_that_a_probe_takes(tmp_path: Path, capsys: Any) -> None:
+def test_fit_writes_a_model_that_a_probe_takes(
+    tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(drive_fit, "_LEAST_HEALTHY", 1_000)  # a tenth of the time
     logs = write_drive_logs(tmp_path, np.random.default_rng(3), drives=300, days=40)
     out = tmp_path / "drives.json"
     fit = ["health", "--fit", *map(str, logs), "-o", str(out)]
