@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 import lightck
+from support.e2e.script_server import Scripts
 
 TRAIN = """
 import os, signal, sys
@@ -41,29 +40,29 @@ print("sum", sum(p.double().sum() for p in model.parameters()).item(), torch.ran
 """
 
 
-def _train(path: Path, steps: int, kill: int = 0) -> subprocess.CompletedProcess[str]:
-    env = {name: value for name, value in os.environ.items() if name != "LIGHTCK_POLICY"}
-    return subprocess.run(
-        [sys.executable, "-c", TRAIN, str(path), str(steps), str(kill)],
-        env=env, capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
+def _train(
+    scripts: Scripts, path: Path, steps: int, kill: int = 0
+) -> subprocess.CompletedProcess[str]:
+    return scripts.run(TRAIN, str(path), str(steps), str(kill), without="LIGHTCK_POLICY")
 
 
-def test_the_first_step_and_the_last_are_saved(region_dir: Path) -> None:
-    done = _train(region_dir / "run", 30)
+def test_the_first_step_and_the_last_are_saved(scripts: Scripts, region_dir: Path) -> None:
+    done = _train(scripts, region_dir / "run", 30)
     assert done.returncode == 0, done.stderr
     assert "policy every" in done.stdout
     assert "LIGHTCK" not in done.stderr
     assert {row["step"] for row in lightck.snapshots(region_dir / "run").to_pylist()} >= {30}
 
 
-def test_a_run_that_was_killed_three_times_ends_like_one_that_was_not(region_dir: Path) -> None:
-    whole = _train(region_dir / "whole", 60)
+def test_a_run_that_was_killed_three_times_ends_like_one_that_was_not(
+    scripts: Scripts, region_dir: Path
+) -> None:
+    whole = _train(scripts, region_dir / "whole", 60)
     assert whole.returncode == 0, whole.stderr
     for kill in (5, 30, 59):
-        killed = _train(region_dir / "run", 60, kill)
+        killed = _train(scripts, region_dir / "run", 60, kill)
         assert killed.returncode == -signal.SIGKILL, killed.stderr
-    done = _train(region_dir / "run", 60)
+    done = _train(scripts, region_dir / "run", 60)
     assert done.returncode == 0, done.stderr
     assert "restored None" not in done.stdout
     assert done.stdout.splitlines()[-1] == whole.stdout.splitlines()[-1]

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +13,7 @@ import lightck
 from lightck.examine import contents
 from lightck.loop.policy_state import parsed
 from support import back_ends
+from support.e2e.script_server import Scripts
 
 LIFE = """
 import os, signal, sys, time
@@ -61,11 +59,10 @@ elif way != "nothing":
 """
 
 
-def _live(path: Path, way: str, failure: str = "jit", backend: str = "auto") -> int:
-    done = subprocess.run(
-        [sys.executable, "-c", LIFE, way, str(path), failure, backend],
-        capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
+def _live(
+    scripts: Scripts, path: Path, way: str, failure: str = "jit", backend: str = "auto"
+) -> int:
+    done = scripts.run(LIFE, way, str(path), failure, backend)
     assert done.returncode == 0 or way not in ("close", "detach", "nothing"), done.stderr
     assert (
         "Traceback" not in done.stderr
@@ -117,10 +114,10 @@ WAYS = [
 
 @pytest.mark.parametrize(("way", "failure", "expected"), WAYS)
 def test_the_end_of_a_life_is_known_to_the_next(
-    region_dir: Path, way: str, failure: str, expected: list[bool]
+    scripts: Scripts, region_dir: Path, way: str, failure: str, expected: list[bool]
 ) -> None:
     path = region_dir / "run"
-    _live(path, way, failure)
+    _live(scripts, path, way, failure)
     assert _recovered(path) == []
     _next_life(path)
     assert _recovered(path) == expected
@@ -136,29 +133,28 @@ def test_the_end_of_a_life_is_known_to_the_next(
     ],
     ids=lambda kind: kind.name,
 )
-def test_on_every_medium_a_kill_is_counted(kind: back_ends.Kind) -> None:
+def test_on_every_medium_a_kill_is_counted(scripts: Scripts, kind: back_ends.Kind) -> None:
     with back_ends.prepared(kind) as ground:
-        _live(ground.path, "SIGKILL", backend=kind.backend)
+        _live(scripts, ground.path, "SIGKILL", backend=kind.backend)
         _next_life(ground.path, kind.backend)
         assert _recovered(ground.path) == [False]
 
 
-def test_four_lives_in_a_row_are_all_counted(region_dir: Path) -> None:
+def test_four_lives_in_a_row_are_all_counted(scripts: Scripts, region_dir: Path) -> None:
     path = region_dir / "run"
     for way in ("SIGKILL", "with SIGTERM", "with SIGINT"):
-        _live(path, way)
+        _live(scripts, path, way)
     _next_life(path)
     assert _recovered(path) == [False, True]
 
 
-def test_a_run_whose_snapshots_have_no_state_of_policies_begins_to_learn(region_dir: Path) -> None:
+def test_a_run_whose_snapshots_have_no_state_of_policies_begins_to_learn(
+    scripts: Scripts, region_dir: Path
+) -> None:
     """An older build's are such, and those of a policy by steps."""
     path = region_dir / "run"
     old = LIFE.replace('policy="auto"', "policy=1")
-    done = subprocess.run(
-        [sys.executable, "-c", old, "SIGKILL", str(path), "off", "auto"],
-        capture_output=True, text=True, timeout=120, env=os.environ,
-    )  # fmt: skip
+    done = scripts.run(old, "SIGKILL", str(path), "off", "auto")
     assert done.returncode == -signal.SIGKILL, done.stderr
     assert contents(path).learned is None
     _next_life(path)

@@ -210,7 +210,7 @@ print("done")
 """
 
 
-@pytest.mark.parametrize("policy", ["ACTIVE", "PASSIVE"])
+@pytest.mark.parametrize("policy", ["PASSIVE", "ACTIVE"])
 def test_updates_run_on_the_threads_that_torch_s_kernels_run_on(policy: str) -> None:
     if not gomp_parallel():
         pytest.skip("torch has no OpenMP runtime here")
