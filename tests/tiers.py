@@ -28,7 +28,7 @@ KEPT = {
         "test_every_step_is_committed_on_every_rank": 1,
     },
     "distributed/test_buckets.py": {
-        "test_three_killed_ranks_go_on_with_the_sums_of_the_run_that_nothing_interrupts": 3,
+        "test_three_killed_ranks_go_on_with_the_sums_of_the_run_that_nothing_interrupts": 2,
         "test_of_the_first_step_rank_0_s_order_is_kept_before_ddp_has_told_the_others": 1,
         "test_what_is_computed_before_ddp_rebuilds_is_what_it_then_has": 2,
         "test_another_setting_of_ddp_is_left_alone_and_told": 2,
@@ -48,7 +48,7 @@ KEPT = {
         "test_optimizer_state_that_differs_is_named_with_what_it_makes_differ": 1,
     },
     "distributed/test_frozen_ranks.py": {
-        "test_a_rank_that_stands_still_costs_no_step_that_another_has": 2,
+        "test_a_rank_that_stands_still_costs_no_step_that_another_has": 1,
         "test_a_rank_that_holds_python_s_lock_costs_no_step": 1,
         "test_one_healthy_rank_of_three_is_enough": 1,
         "test_a_rank_of_an_earlier_life_that_wakes_changes_nothing": 1,
@@ -71,7 +71,7 @@ KEPT = {
         "test_a_rank_that_stands_still_makes_others_wait_for_its_gradients_only": 0,
     },
     "distributed/test_gradients.py": {
-        "test_no_bit_of_a_gradient_changes": 4,
+        "test_no_bit_of_a_gradient_changes": 2,
     },
     "distributed/test_hanging_ranks.py": {
         "test_who_waits_for_a_rank_that_hangs_behind_it_ends_after_it_with_the_step_saved_whole": 1,
@@ -102,7 +102,7 @@ KEPT = {
         "test_sharded_state_restarts_all_ranks_and_says_so": 0,
     },
     "distributed/test_interleavings.py": {
-        "test_no_order_lets_a_difference_pass_or_trusts_what_follows_it": 2,
+        "test_no_order_lets_a_difference_pass_or_trusts_what_follows_it": 1,
     },
     "distributed/test_just_in_time.py": {
         "test_ranks_that_fail_at_one_place_go_on_bit_for_bit": 1,
@@ -119,7 +119,7 @@ KEPT = {
         "test_another_number_of_ranks_goes_on_and_back_again": 1,
     },
     "distributed/test_sharded_ways.py": {
-        "test_training_goes_on_bit_for_bit_however_it_is_sharded": 3,
+        "test_training_goes_on_bit_for_bit_however_it_is_sharded": 2,
     },
     "distributed/test_shared_jobs.py": {
         "test_each_rank_writes_its_part_and_together_they_hold_all": 1,
@@ -144,7 +144,7 @@ KEPT = {
         "test_a_killed_training_resumes_bit_by_bit_on_memory": 0,
     },
     "e2e/test_bench.py": {
-        "test_a_definition_runs_and_every_engine_is_verified": 3,
+        "test_a_definition_runs_and_every_engine_is_verified": 2,
         "test_readme_s_picture_is_a_step_of_a_traced_run": 0,
         "test_the_command_trains_two_ranks_over_a_slow_network": 0,
         "test_the_command_runs_a_definition_in_processes_of_its_own": 0,
@@ -162,8 +162,8 @@ KEPT = {
     },
     "e2e/test_data.py": {
         "test_sampler_resumes_within_an_epoch_and_at_its_ends": 1,
-        "test_stateful_loader_resumes_within_an_epoch_and_at_its_ends": 2,
-        "test_epochs_that_are_left_early_and_batches_that_are_skipped_resume": 2,
+        "test_stateful_loader_resumes_within_an_epoch_and_at_its_ends": 1,
+        "test_epochs_that_are_left_early_and_batches_that_are_skipped_resume": 1,
         "test_accumulated_batches_resume_behind_the_last_of_the_step": 1,
         "test_epoch_of_a_stateful_loader_that_was_left_early_is_over": 1,
         "test_passes_of_another_loader_are_made_again_if_they_came_behind_the_draw": 1,
@@ -189,7 +189,7 @@ KEPT = {
         "test_the_end_of_a_life_is_known_to_the_next": 8,
     },
     "e2e/test_failures.py": {
-        "test_a_training_that_an_exception_ends_goes_on_bit_for_bit_from_its_last_complete_step": 4,
+        "test_a_training_that_an_exception_ends_goes_on_bit_for_bit_from_its_last_complete_step": 2,
     },
     "e2e/test_harness.py": {
         "test_comparison_notices_a_restore_that_is_wrong": 1,
@@ -211,7 +211,7 @@ KEPT = {
     },
     "e2e/test_lightning.py": {
         "test_an_exception_inside_of_its_closure_goes_on_bit_for_bit": 1,
-        "test_sigterm_inside_of_its_closure_goes_on_bit_for_bit": 1,
+        "test_sigterm_inside_of_its_closure_goes_on_bit_for_bit": 0,
     },
     "e2e/test_loops.py": {
         "test_compiled_model_resumes": 0,
@@ -224,7 +224,7 @@ KEPT = {
         "test_generators_stand_at_the_forward_as_they_did_then": 0,
     },
     "e2e/test_optimizers.py": {
-        "test_optimizer_resumes_bit_for_bit": 3,
+        "test_optimizer_resumes_bit_for_bit": 2,
     },
     "e2e/test_package.py": {
         "test_a_wheel_of_an_sdist_has_all_and_its_library_loads": 0,
@@ -234,13 +234,13 @@ KEPT = {
         "test_chaos_finds_it_identical_as_readme_says": 0,
     },
     "e2e/test_replaced.py": {
-        "test_a_run_whose_state_was_replaced_resumes_after_it": 3,
+        "test_a_run_whose_state_was_replaced_resumes_after_it": 2,
     },
     "e2e/test_tensors.py": {
         "test_ten_thousand_tensors_with_their_state_resume": 0,
         "test_write_through_numpy_into_a_frozen_tensor_is_captured": 0,
         "test_tied_weights_stay_tied_and_resume": 0,
-        "test_parameters_that_get_gradients_late_or_never_resume": 2,
+        "test_parameters_that_get_gradients_late_or_never_resume": 1,
     },
     "e2e/test_update_order.py": {
         "test_parameters_that_thaw_resume": 1,
@@ -260,11 +260,11 @@ KEPT = {
         "test_after_an_error_that_stays_nothing_is_saved": 1,
     },
     "gpu/test_gpu_ordering.py": {
-        "test_every_snapshot_is_of_one_step": 12,
+        "test_every_snapshot_is_of_one_step": 6,
     },
     "gpu/test_gpu_resume.py": {
         "test_a_compiled_model_resumes": 1,
-        "test_every_form_of_an_optimizer_resumes": 6,
+        "test_every_form_of_an_optimizer_resumes": 4,
     },
     "integration/test_bad_regions.py": {
         "test_a_truncated_region_is_refused_with_its_sizes": 8,
@@ -272,7 +272,7 @@ KEPT = {
     },
     "integration/test_bit_flips.py": {
         "test_a_bit_of_the_older_snapshot_never_hides_the_newest": 2,
-        "test_a_bit_of_the_newest_snapshot_costs_that_one_and_says_so": 2,
+        "test_a_bit_of_the_newest_snapshot_costs_that_one_and_says_so": 1,
         "test_every_bit_of_a_superblock_is_spare": 0,
     },
     "integration/test_crash_images.py": {
@@ -310,15 +310,33 @@ KEPT = {
         "test_sizes_and_numbers_are_those_of_the_labels": 0,
         "test_a_state_s_size_is_known_before_there_is_one": 4,
     },
+    "unit/test_bench_policies.py": {
+        "test_auto_wastes_little_more_than_the_best_interval_in_hindsight": 1,
+        "test_an_announced_failure_loses_less_and_false_alarms_cost_little": 2,
+    },
     "unit/test_bench_page.py": {
         "test_report_page_and_charts_of_stored_files_are_the_same_byte_for_byte": 0,
+    },
+    "unit/test_in_place_simulated.py": {
+        "test_a_rank_that_is_lost_at_any_point_is_replaced_without_a_trace": 14,
+        "test_whatever_is_lost_at_random_every_result_is_the_same": 12,
     },
     "unit/test_lazy_import.py": {
         "test_restore_and_load_are_functions_whoever_imports_their_modules": 1,
         "test_under_chaos_restore_is_disturbed_whichever_name_comes_first": 1,
     },
+    "unit/test_plan.py": {
+        "test_a_picture_is_drawn_and_not_replaced_without_force": 1,
+    },
     "unit/test_region_model.py": {
-        "test_any_sequence_of_operations_keeps_the_newest_and_invents_nothing": 9,
+        "test_any_sequence_of_operations_keeps_the_newest_and_invents_nothing": 5,
+    },
+    "unit/test_simulation.py": {
+        "test_a_fixed_interval_loses_what_the_exact_formula_says": 1,
+        "test_what_is_learned_does_not_depend_on_leaps": 3,
+    },
+    "unit/test_update_bits.py": {
+        "test_updates_run_on_the_threads_that_torch_s_kernels_run_on": 1,
     },
 }
 

@@ -45,6 +45,7 @@ def test_a_rank_that_is_lost_in_any_phase_is_replaced_and_no_other(
 
 
 SEQUENCES = {
+    "two ranks in one step": [Fault("kill", 5, "backward", 1), Fault("kill", 5, "fence", 2)],
     "every phase, another rank each time": [
         Fault("kill", 3 + 2 * at, phase, at % 3) for at, phase in enumerate(PHASES)
     ],
@@ -53,7 +54,6 @@ SEQUENCES = {
         Fault("kill", 6, "fence", 1),
     ],
     "twice in a row, another rank": [Fault("kill", 5, "backward", 1), Fault("kill", 6, "fence", 2)],
-    "two ranks in one step": [Fault("kill", 5, "backward", 1), Fault("kill", 5, "fence", 2)],
     "the same rank again in its first step": [
         Fault("kill", 5, "backward", 1),
         Fault("kill", 5, "allreduce", 1),
