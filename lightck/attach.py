@@ -363,6 +363,7 @@ class _Parts:
         history = self._history(topology, pipeline.region)
         outcomes = Outcomes(pipeline, inventory, steps, self.reporter, history)
         early = known.early and known.step == steps.step and not known.attached
+        early = early or self.ranks.joining is not None
         state = self._policy_state(topology, pipeline.region)
         due_check = DueCheck(self.config.policy, pipeline.barrier, early, state, topology.world)
         stall_timer, movement = StallTimer(pipeline.trace), Movement(self.extras)

@@ -404,6 +404,8 @@ class Handle:
             return
         if self._rescue is not None:
             self._rescue.begin_close()
+        if last_step:
+            runtime.closing()
         checkpointer, deadline = self._checkpointer, time.monotonic() + self.config.close_timeout_s
         parted = min(deadline, time.monotonic() + FAILED_S) if failed else deadline
         replaced = failed and runtime.replaces()

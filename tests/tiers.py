@@ -88,7 +88,7 @@ KEPT = {
     "distributed/test_in_place.py": {
         "test_a_rank_that_is_lost_in_any_phase_is_replaced_and_no_other": 0,
         "test_ranks_are_lost_one_after_the_other_and_only_they_are_replaced": 1,
-        "test_a_rank_that_is_lost_in_the_last_step_is_replaced": 0,
+        "test_a_rank_that_is_lost_in_the_last_step_is_replaced": 1,
         "test_a_rank_that_is_lost_in_an_evaluation_is_replaced": 0,
         "test_a_rank_is_replaced_whatever_the_training_does": 0,
         "test_connections_are_cut_and_nothing_is_replaced_or_lost": 1,
@@ -100,6 +100,9 @@ KEPT = {
         "test_a_rank_of_one_of_two_nodes_is_replaced_by_its_node_s_agent": 0,
         "test_a_training_gives_the_bits_that_it_gives_under_torchrun": 0,
         "test_sharded_state_restarts_all_ranks_and_says_so": 0,
+    },
+    "distributed/test_in_place_seams.py": {
+        "test_a_worker_ends_as_python_does_though_nothing_is_destroyed": 3,
     },
     "distributed/test_interleavings.py": {
         "test_no_order_lets_a_difference_pass_or_trusts_what_follows_it": 1,

@@ -178,6 +178,13 @@ class Worker:
                     communicator.window.forget(operation.number)
             recovery.attached(training)
 
+    def closing(self) -> None:
+        """Note that all steps are made: at the close of its handle this rank waits for others."""
+        if self._training is not None:
+            self._training.close_begins()
+            with self.communicator.changed:
+                self.communicator.window.forward_started(self._training.step)
+
     def detached(self, why: str) -> None:
         """Recover no more: the handle is closed."""
         if self._training is not None:
@@ -288,6 +295,12 @@ def _made(rank: int, world: int, timeout: timedelta) -> Worker:
     if life:
         worker.take_setup(told)
     return worker
+
+
+def closing() -> None:
+    """Do what `Worker.closing` does, in a process that recovers in place."""
+    if WORKER is not None:
+        WORKER.closing()
 
 
 def replaces() -> bool:

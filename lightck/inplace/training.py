@@ -77,6 +77,16 @@ class HandleTraining:
         """The last complete step."""
         return self.rescue.checkpointer.steps.step
 
+    def close_begins(self) -> None:
+        """Take the close for the forward start behind the last step, which never comes.
+
+        A rank that was lost before it came here follows from what the loop did here up to now.
+        """
+        checkpointer = self.rescue.checkpointer
+        with checkpointer.lock:
+            if checkpointer.step_journal is not None and not checkpointer.inside:
+                checkpointer.step_journal.forward_started(self.step, seen=False, full=True)
+
     def leave(self, why: str) -> None:
         """Note that the training is over."""
         self.left = why

@@ -49,7 +49,7 @@ class DueCheck:
     policy: Policy
     barrier: CommitBarrier
     early: bool = False
-    """True if the state at attach was an early snapshot's.
+    """True if the state at attach was an early snapshot's, or a lost rank's that this one replaces.
 
     What the loop has made up for since is in no snapshot then.
     """

