@@ -180,7 +180,7 @@ REFUSALS: dict[str, tuple[Sequence[str], Sequence[Fault], str]] = {
     "own state": (
         ("draws",),
         [Fault("kill", AT, "between", 1)],
-        "its own state at the forward is not known",
+        "its own state at the forward of step 5 is not known",
     ),
 }
 

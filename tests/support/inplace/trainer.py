@@ -226,7 +226,9 @@ def main(folder: Path, regions: Path, steps: int, options: set[str]) -> None:
     sampler = lightck.ResumableSampler(data, shuffle=True, seed=3)
     loader = DataLoader(data, 4, sampler=sampler)
     extras = {"scheduler": scheduler, "sampler": sampler}
-    lightck.restore(model, optimizer, regions, extras=extras)
+    info = lightck.restore(model, optimizer, regions, extras=extras)
+    if info is not None and info.early and scheduler.last_epoch < info.step:
+        scheduler.step()  # the state is of before it
     loop = Loop(folder, options, model, data.tensors[0])
     with lightck.attach(model, optimizer, regions, extras=extras, **settings(options)) as handle:
         iterate(loop, loader, optimizer, scheduler, handle, steps)
