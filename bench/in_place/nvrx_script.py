@@ -40,7 +40,7 @@ class _Job:
         self.optimizer = torch.optim.AdamW(parameters, lr=1e-4, fused=True)
         self.step = 0
         port = int(os.environ["MASTER_PORT"]) + 1
-        torch_store: Any = dist.distributed_c10d
+        torch_store: Any = dist
         self.store = torch_store.TCPStore(
             "127.0.0.1", port, is_master=rank == 0, wait_for_workers=False
         )

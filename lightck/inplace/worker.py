@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import logging
 import os
 import runpy
@@ -107,6 +108,7 @@ def run(arguments: Sequence[str]) -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError, AttributeError):  # closed, or none
             stream.flush()
+    ctypes.CDLL(None).fflush(None)  # what C code has printed
     os._exit(status & 0xFF)
 
 

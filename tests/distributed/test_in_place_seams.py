@@ -396,6 +396,7 @@ ENDS = {
         "done",
         "",
     ),
+    "output of C": ("import ctypes; ctypes.CDLL(None).puts(b'printed')", 0, "printed", ""),
     "output": ("print('x' * 100000, end='')", 0, "x" * 100000, ""),
 }
 
