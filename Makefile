@@ -39,7 +39,7 @@ CROSS = aarch64-linux-gnu-gcc
 
 .PHONY: help venv demo check test test-full lint bench bench-full bench-record bench-micro bench-compare
 .PHONY: native-test crash asan tsan pmem-guest kill fuzz
-.PHONY: soak clean gpu-check wheels integrations
+.PHONY: soak clean gpu-check wheels integrations torches
 .DELETE_ON_ERROR:
 .SECONDARY:
 
@@ -126,6 +126,18 @@ integrations: venv $(INTEGRATIONS)/.installed ## Kill and resume the frameworks'
 	TORCH_EXTENSIONS_DIR=$(abspath $(INTEGRATIONS))/torch_extensions \
 	PYTHONDONTWRITEBYTECODE= $(INTEGRATIONS)/bin/python -m pytest tests/integrations \
 	  -n $(INTEGRATION_JOBS) --dist worksteal --durations 5
+
+# Plain builds, with gigabytes of CUDA each, so that CI leaves them out. An environment is made once.
+TORCHES = torch==2.6.* torch
+torches: venv native-test ## Run the tests of recovery in place on the oldest and on the newest torch
+	for torch in $(TORCHES); do \
+	  venv=build/torches/$$torch; python=$$venv/bin/python; \
+	  [ -e $$venv/.installed ] || { $(PYTHON) -m venv $$venv && $$python -m pip install --quiet "$$torch" numpy pyarrow \
+	    cffi matplotlib pytest pytest-timeout pytest-xdist hypothesis && touch $$venv/.installed; } || exit 1; \
+	  $$python -c 'import torch; print("torch", torch.__version__)' && \
+	  PYTHONDONTWRITEBYTECODE=1 PYTHONPATH=$(CURDIR) LIGHTCK_NATIVE=$(TESTING) $$python -m pytest -n 2 --dist load \
+	    tests/unit/test_in_place_*.py tests/distributed/test_in_place*.py || exit 1; \
+	done
 
 # On an idle machine: numbers measured beside other work mean little. BENCH='stress idle' runs these.
 BENCH =

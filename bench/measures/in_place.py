@@ -57,6 +57,7 @@ def measure(job: Job) -> list[Record]:
     if case not in CASES:
         raise BenchError(f"case = {case!r}: must be one of {', '.join(CASES)}")
     found: dict[str, list[float]] = {}
+    most: dict[str, float] = {}
     same = True
     for i in range(job.method.least if case == "nvrx" else 1):  # there is no second loss
         folder = job.folder / f"job-{i}"
@@ -70,19 +71,18 @@ def measure(job: Job) -> list[Record]:
                         found.setdefault(name, []).append(value)
                 job.tell(f"{failure + 1} of {count} failures: {parts}")
             last = running.stop()
-            found.setdefault("rss_bytes", []).append(running.most("rss", 0))
+            most["rss_bytes"] = max(most.get("rss_bytes", 0), running.most("rss", 0))
             if case == "in place":
-                found.setdefault("kept_bytes", []).append(running.most("inputs", 3))
-                found.setdefault("results_bytes", []).append(running.most("results", 3))
+                most["kept_bytes"] = running.most("inputs", 3)
+                most["results_bytes"] = running.most("results", 3)
         same &= running.losses() == _undisturbed(job, folder / "undisturbed", last)
     if case == "in place" and not same:
         raise BenchError("a loss differs from that of the undisturbed training")
-    units = {
-        name: "B" if name.endswith("_bytes") else "" if name == "moved" else "s" for name in found
-    }
+    units = {name: "" if name == "moved" else "s" for name in found}
     note = "each loss equal bit for bit" if same else "losses differ from an undisturbed training's"
     return [
         *(sampled(name, units[name], values, note=note) for name, values in found.items()),
+        *(single(name, "B", value) for name, value in most.items()),
         single("same", "", float(same)),
     ]
 
