@@ -245,6 +245,13 @@ class Group(_ProcessGroup):  # type: ignore[misc] # torch's own names say less t
         opts = _options(opts, _torch.GatherOptions)
         return self._alone("gather", _flat(outputs), lambda b: b.gather(outputs, inputs, opts))
 
+    def gather_into_tensor(self, output: Any, own: Any, opts: Any = None) -> Any:
+        """Give one rank all ranks' tensors as one; torch's arguments, from torch 2.15 on."""
+        opts = _options(opts, _torch.GatherOptions)
+        return self._alone("gather", [output], lambda b: b.gather_into_tensor(output, own, opts))
+
+    gather_single: Any = gather_into_tensor
+
     def scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         """Give each rank a tensor of one rank's; torch's arguments."""
         opts = _options(opts, _torch.ScatterOptions)
@@ -383,6 +390,7 @@ for _name in (
     "barrier",
     "reduce",
     "gather",
+    "gather_into_tensor",
     "scatter",
     "reduce_scatter",
     "_reduce_scatter_base",

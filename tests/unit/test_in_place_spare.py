@@ -9,9 +9,10 @@ from pathlib import Path
 from lightck.inplace.spare import PRELOADED
 
 _SCRIPT = """
-import importlib, sys
+import contextlib, importlib, sys
 for name in sys.argv[2].split(","):
-    importlib.import_module(name)
+    with contextlib.suppress(ModuleNotFoundError):  # not every torch has all
+        importlib.import_module(name)
 before = {*sys.modules}
 import torch, lightck
 model = torch.nn.Linear(4, 4)
