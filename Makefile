@@ -128,7 +128,7 @@ integrations: venv $(INTEGRATIONS)/.installed ## Kill and resume the frameworks'
 	  -n $(INTEGRATION_JOBS) --dist worksteal --durations 5
 
 # Plain builds, with gigabytes of CUDA each, so that CI leaves them out. An environment is made once.
-TORCHES = torch==2.6.* torch
+TORCHES = torch==2.13.* torch
 torches: venv native-test ## Run the tests of recovery in place on the oldest and on the newest torch
 	for torch in $(TORCHES); do \
 	  venv=build/torches/$$torch; python=$$venv/bin/python; \

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed.launcher.api as launcher
 import torch.distributed.run as torchrun
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -16,6 +17,8 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from lightck.cli.output import OK, Refusal
 from lightck.inplace.agent import WORKER_MODULE, agent_class
 
+OLDEST = 2, 13
+"""The oldest torch whose in-place tests have passed."""
 DESCRIPTION = """\
 Start a training as torchrun does, so that the death of one rank stops no other.
 
@@ -71,6 +74,7 @@ def main(words: Sequence[str]) -> int:
     if given[:1] == ["torchrun"]:
         given = given[1:]
     arguments = parser().parse_args(given)
+    _require_torch(torch.__version__)
     _require_python(arguments)
     script = arguments.training_script
     preload = _preload(arguments.preload, script, as_module=arguments.module)
@@ -90,6 +94,19 @@ def main(words: Sequence[str]) -> int:
         failure = error.get_first_failure()[1]
         raise Refusal(f"{error}", abs(failure.exitcode) or 1) from error
     return OK
+
+
+def _require_torch(version: str) -> None:
+    """Refuse a torch on which recovery in place has not been shown.
+
+    Raises:
+        Refusal: names both versions.
+    """
+    if tuple(map(int, version.split("+")[0].split(".")[:2])) < OLDEST:
+        raise Refusal(
+            f"torch {version}: recovery in place was tried with torch 2.13 and 2.15, and hangs with"
+            " torch 2.6; use torchrun, with which all ranks restart, or a newer torch"
+        )
 
 
 def _require_python(arguments: Any) -> None:

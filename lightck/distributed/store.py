@@ -84,7 +84,7 @@ class JobStore:
         """Connect a client of our own.
 
         Args:
-            store: a store of torch's, which names the server; only `clone` is called on it.
+            store: a store of torch's, which names the server; it is only connected to anew.
             prefix: put in front of every key.
             timeout_s: the time-out of one call, as far as torch's client observes it.
 
@@ -149,7 +149,7 @@ class JobStore:
 
     def plain(self, part: str) -> Any:
         """Open another connection as a torch store, for torch's own groups; keys as for `below`."""
-        return dist.distributed_c10d.PrefixStore(self._name(part), self._origin.clone())
+        return dist.distributed_c10d.PrefixStore(self._name(part), _connected(self._origin))
 
     def _name(self, key: str) -> str:
         return f"{self._prefix}/{key}"
@@ -158,7 +158,7 @@ class JobStore:
         began = time.monotonic()
         try:
             if self._client is None:
-                self._client = self._origin.clone()
+                self._client = _connected(self._origin)
                 self._client.set_timeout(timedelta(seconds=self._timeout_s))
             return ask(self._client)
         except (RuntimeError, ValueError) as error:
@@ -169,6 +169,24 @@ class JobStore:
                 "see whether the process that hosts it (torchrun's agent, else rank 0) lives and "
                 "whether this host reaches it"
             ) from error
+
+
+def _connected(store: Any) -> Any:
+    """Return another connection to a store's server; keys as in the store.
+
+    Raises:
+        RuntimeError: the server does not answer.
+    """
+    if hasattr(store, "clone"):
+        return store.clone()
+    # Torch 2.6 can not, nor say what a store's prefix is. In torchrun's store, which outlives a
+    # restart of all ranks, it would be the number of the attempt.
+    stores: Any = dist
+    plain = getattr(store, "_underlying_non_prefix_store", store)
+    if isinstance(plain, stores.TCPStore):
+        plain = stores.TCPStore(plain.host, plain.port, is_master=False, wait_for_workers=False)
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return stores.PrefixStore(f"attempt_{attempt}", plain)
 
 
 def bounded(what: str, seconds: float, ask: Callable[[], T]) -> T:

@@ -24,6 +24,8 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, start_processes
 from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 
+from lightck.cli import run
+from lightck.cli.output import Refusal
 from lightck.cli.run import SHARED_STORE
 from lightck.errors import CoordinationError
 from lightck.inplace import worker
@@ -134,6 +136,15 @@ def test_the_context_of_processes_polls_each_one_as_it_is_at_its_look(tmp_path: 
     assert parameters(SubprocessContext._close)[:2] == ["self", "death_sig"]
     for name in ("_poll", "_close"):
         assert name in vars(ReplacingContext), f"agent.py no longer overrides {name}"
+
+
+@pytest.mark.parametrize("version", ["2.6.0+cu124", "2.12.1"])
+def test_an_older_torch_is_refused_before_anything_starts(
+    version: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "__version__", version)
+    with pytest.raises(Refusal, match="use torchrun"):
+        run.main(["--standalone", "x.py"])
 
 
 def test_torchrun_has_the_functions_and_options_that_lightck_run_takes_over() -> None:
