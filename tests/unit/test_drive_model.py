@@ -32,7 +32,7 @@ def fitted(logs: Sequence[Path]) -> Fit:
 
 @pytest.fixture
 def few_healthy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the healthy days 1,000 are learned from, not all: that takes a tenth of the time."""
+    """The model learns from 1,000 of the healthy days, not all: that takes a tenth of the time."""
     monkeypatch.setattr(drive_fit, "_LEAST_HEALTHY", 1_000)
 
 

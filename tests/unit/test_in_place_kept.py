@@ -1,4 +1,4 @@
-"""What collectives had and gave is kept while a recovery may need it, and no longer."""
+"""The inputs and results of collectives are kept while a recovery may need it, and no longer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What recovery in place does to the training: it commits its iterations, and notes recoveries."""
+"""Recovery in place commits the iterations of its training, and notes recoveries in the trace."""
 
 from __future__ import annotations
 
