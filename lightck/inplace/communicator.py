@@ -45,6 +45,9 @@ DRAIN_S = 30.0
 TOGETHER = timedelta(milliseconds=50)
 """Time in which the ends of several collectives are noted at once."""
 
+MOST_ATTEMPTS = 10
+"""Attempts after which a collective counts as wrong itself, such as of a dtype that gloo lacks."""
+
 SETUP_MOST = 256
 """Small results of a set-up that are kept for replacements at most."""
 
@@ -234,9 +237,16 @@ class Communicator:
         """Make the collectives that are not complete again on a new link, then all later ones.
 
         Raises:
-            CoordinationError: the input of one is not there any more.
+            CoordinationError: the input of one is not there any more, or it fails every time.
         """
         with self.changed:
+            for operation in self.window.unfinished():
+                if operation.attempt >= MOST_ATTEMPTS:
+                    form = operation.form
+                    raise CoordinationError(
+                        f"collective {operation.number} ({form.kind} {form.tensors}, {form.site})"
+                        f" has failed {operation.attempt} times: {operation.error}"
+                    )
             self._link = link
             for operation in self.window.unfinished():
                 if operation.attempt and not operation.kept.put_back():
@@ -265,18 +275,6 @@ class Communicator:
 
     # ---- inside ------------------------------------------------------------------------------
 
-    def _taken(
-        self,
-        form: Description,
-        start: Callable[[Any], Any],
-        results: list[torch.Tensor],
-        **more: Any,
-    ) -> Operation:
-        """Return the program's next collective, which has a number now; under the lock."""
-        operation = Operation(self.window.take_number(), form, start, results, **more)
-        self.window.add(operation)
-        return operation
-
     def _begin(self, operation: Operation) -> None:
         """Begin a collective on the link, or take its given result; under the lock."""
         if self.ended:
@@ -290,8 +288,8 @@ class Communicator:
             try:
                 operation.begin(self._link.backend)
             except RuntimeError as error:
-                operation.failed()
-                self._suspect(str(error))
+                operation.failed(str(error) or repr(error))
+                self._suspect(operation.error)
 
     def _await_end(self, operation: Operation) -> None:
         """Have the other thread wait for the end of a collective; under the lock."""
@@ -344,7 +342,7 @@ class Communicator:
             if not why:
                 self._complete(operation)
             else:
-                operation.failed()
+                operation.failed(why)
                 if self._link is not None:
                     self._suspect(why)
         if not why:

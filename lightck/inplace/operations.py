@@ -108,6 +108,8 @@ class Operation:
     """Done when it is complete; open while it has to be made again."""
     work: Any = None
     """The work of the attempt that is under way."""
+    error: str = ""
+    """The error of the last attempt that has failed."""
     value: Any = None
     """The value of the future, in the form in which the caller expects it."""
     commits: int = 0
@@ -129,9 +131,9 @@ class Operation:
         self.attempt += 1
         self.work = self.start(backend)
 
-    def failed(self) -> None:
+    def failed(self, why: str) -> None:
         """Note that it has failed, and has to be made again."""
-        self.state, self.work = State.FAILED, None
+        self.state, self.work, self.error = State.FAILED, None, why
 
     def completed(self) -> None:
         """Note that the results are there, before anything can change them."""

@@ -180,7 +180,7 @@ class Worker:
 
     def closing(self) -> None:
         """Note that all steps are made: at the close of its handle this rank waits for others."""
-        if self._training is not None:
+        if self._training is not None and self.communicator.recovers:
             self._training.close_begins()
             with self.communicator.changed:
                 self.communicator.window.forward_started(self._training.step)
@@ -193,8 +193,7 @@ class Worker:
 
     def replaces(self) -> bool:
         """Tell whether another process goes on in the place of this one if it fails."""
-        training = self._training
-        return training is not None and not training.left and not self.communicator.ended
+        return self.communicator.recovers and not self.communicator.ended
 
     def _publish_setup(self) -> None:
         record = SetupRecord()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -33,6 +34,22 @@ def test_who_waits_in_a_collective_is_told_why_all_are_restarted() -> None:
     communicator.end(WHY)
     with pytest.raises(CoordinationError, match=WHY):
         work.wait()
+
+
+def test_a_collective_that_fails_by_itself_is_not_made_for_ever() -> None:
+    communicator = Communicator(0, 2)
+    communicator.keep(recovers=True)
+    work = Group(communicator, Inputs(2)).allreduce([torch.ones(3)])
+    link = Link(SimpleNamespace(allreduce=_refuse))
+    with pytest.raises(CoordinationError, match=r"allreduce SUM.* 10 times: Invalid scalar type"):
+        for _ in range(20):
+            communicator.resume(link)
+            communicator.interrupt()
+    assert not work.is_completed()
+
+
+def _refuse(*_: Any) -> None:
+    raise RuntimeError("Invalid scalar type")
 
 
 def test_who_looks_at_its_value_or_future_is_told_too() -> None:
