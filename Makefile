@@ -121,10 +121,20 @@ $(INTEGRATIONS)/.installed: constraints-integrations.txt Makefile
 	  pytest pytest-timeout pytest-xdist hypothesis $(FRAMEWORKS)
 	touch $@
 
-integrations: venv $(INTEGRATIONS)/.installed ## Kill and resume the frameworks' own loops, with their newest versions
-	rm -f $(INTEGRATIONS)/torch_extensions/*/lock # of a process that was killed while DeepSpeed compiled
-	TORCH_EXTENSIONS_DIR=$(abspath $(INTEGRATIONS))/torch_extensions \
-	PYTHONDONTWRITEBYTECODE= $(INTEGRATIONS)/bin/python -m pytest tests/integrations \
+# What DeepSpeed compiles at its first use, a minute of both cores: a test that is killed meanwhile leaves a lock,
+# and the others wait for it.
+INTEGRATIONS_ENV = TORCH_EXTENSIONS_DIR=$(abspath $(INTEGRATIONS))/torch_extensions PYTHONDONTWRITEBYTECODE=
+DEEPSPEED_OPS = $(INTEGRATIONS)/torch_extensions/.compiled
+COMPILE_DEEPSPEED_OPS = import deepspeed.accelerator as a; \
+  a.get_accelerator().create_op_builder("ShareMemCommBuilder").load()
+
+$(DEEPSPEED_OPS): $(INTEGRATIONS)/.installed
+	rm -rf $(@D)
+	$(INTEGRATIONS_ENV) $(INTEGRATIONS)/bin/python -c '$(COMPILE_DEEPSPEED_OPS)'
+	touch $@
+
+integrations: venv $(DEEPSPEED_OPS) ## Kill and resume the frameworks' own loops, with their newest versions
+	$(INTEGRATIONS_ENV) $(INTEGRATIONS)/bin/python -m pytest tests/integrations \
 	  -n $(INTEGRATION_JOBS) --dist worksteal --durations 5
 
 # Plain builds, with gigabytes of CUDA each, so that CI leaves them out. An environment is made once.

@@ -36,7 +36,8 @@ def test_an_example_is_killed_and_ends_bit_for_bit(name: str, tmp_path: Path) ->
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     command = [sys.executable, *(launcher if name in RANKS else [])]
     command += [str(ROOT / "examples" / f"{name}.py"), length]
-    chaos = [sys.executable, "-m", "lightck.cli", "chaos", "--kinds=kill,term", "--", *command]
+    chaos = [sys.executable, "-m", "lightck.cli", "chaos", "--kinds=kill,term", "--quiet=300"]
+    chaos += ["--", *command]
     kept = {k: v for k, v in os.environ.items() if not k.startswith("LIGHTCK_")}
     kept |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)}
     try:
