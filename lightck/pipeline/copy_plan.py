@@ -363,8 +363,16 @@ def versions_of(tensors: list[torch.Tensor]) -> list[int]:
 
 
 def _versions(tensors: list[torch.Tensor], held: list[torch.Tensor]) -> npt.NDArray[np.int64]:
+    """Return each tensor's versions, of a DTensor the sum with its local tensor's.
+
+    A tensor's must not depend on those it is read with: what is read here among all of the plan is
+    read again group by group, and the counts of steps of DTensors on a device are in DRAM.
+    """
     counts = _counters(tensors)
-    return counts if held is tensors else counts + _counters(held)
+    if held is not tensors:
+        at = [i for i, part in enumerate(held) if part is not tensors[i]]
+        counts[at] += _counters([held[i] for i in at])
+    return counts
 
 
 def _addresses(tensors: list[torch.Tensor]) -> npt.NDArray[np.uint64]:

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from lightck.errors import StateError
-from lightck.pipeline.copy_plan import CopyPlan
+from lightck.pipeline.copy_plan import CopyPlan, versions_of
 from lightck.region import allocator
 from lightck.region.layout import Entry
 from lightck.state import tensor_layout, tensor_support
@@ -177,6 +177,20 @@ def test_a_write_is_seen_whichever_way_it_goes(write: Callable[[Any], None]) -> 
         return [before, [part.order[i] for i in taken.changed()]]
 
     assert on_ranks(1, seen) == [[[], [1]]]
+
+
+def test_a_tensor_read_with_dtensors_has_the_version_that_it_has_alone() -> None:
+    """AdamW's counts of steps, in DRAM, are read without the DTensors if these are on a GPU."""
+
+    def same(me: Me) -> None:
+        count, whole = torch.zeros(()), distribute_tensor(numbers(4, 2), mesh_of(1), [Shard(0)])
+        count += 1
+        whole.mul_(2)
+        together = versions_of([count, whole])
+        assert together == [*versions_of([count]), *versions_of([whole])]
+        assert min(together) > 0
+
+    on_ranks(1, same)
 
 
 def test_another_mesh_or_placement_is_arranged_anew_though_the_part_looks_the_same() -> None:

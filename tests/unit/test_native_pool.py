@@ -32,9 +32,14 @@ def test_a_number_of_threads_holds_whatever_the_cpus(cpus: set[int]) -> None:
 
 
 def test_idle_workers_leave_the_priority_and_the_cpus_of_others_alone(cpus: set[int]) -> None:
-    before = {int(thread) for thread in os.listdir("/proc/self/task")}
+    def scheduled() -> dict[int, tuple[int, set[int]]]:
+        threads = map(int, os.listdir("/proc/self/task"))
+        return {t: (os.sched_getscheduler(t), os.sched_getaffinity(t)) for t in threads}
+
+    before = scheduled()  # with idle threads of another pool, where a test before left one open
     with closing(NativePool(2, 4096, idle=True)):
-        pass
-    for thread in before & {int(thread) for thread in os.listdir("/proc/self/task")}:
-        assert os.sched_getscheduler(thread) == os.SCHED_OTHER
-        assert os.sched_getaffinity(thread) == cpus
+        during = scheduled()
+    after = scheduled()
+    assert os.getpid() in before
+    for thread in before.keys() & during.keys() & after.keys():
+        assert before[thread] == during[thread] == after[thread]
