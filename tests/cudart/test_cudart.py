@@ -328,7 +328,8 @@ def test_a_number_is_fetched_in_the_stream_s_order_and_not_waited_for() -> None:
     device, number = cuda.Cuda(1), torch.empty((), device="cuda:1")
     earlier, later = (torch.full((), value).pin_memory() for value in (5.0, 7.0))
     place = torch.zeros((), pin_memory=True)
-    stand.stand_hang(torch.cuda.current_stream(1).cuda_stream)
+    with torch.cuda.device(1):  # a default stream is that of the current device
+        stand.stand_hang(torch.cuda.current_stream(1).cuda_stream)
     put(number, 5.0, source=earlier)
     there = device.fetch(place, number)
     put(number, 7.0, source=later)
