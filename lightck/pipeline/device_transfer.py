@@ -178,7 +178,7 @@ class DeviceTransfer:
 CHUNK_BYTES = 16 << 20
 """The bytes copied at once; other uses of the device's copy engine (input, a loss) wait no longer
 than for these, 0.3 ms on an H100. To queue and feed a chunk takes 0.2 ms of Python whatever its
-size: with chunks of 4 MiB an H100's bus was used to 0.37, with these to 0.75 and more."""
+size: with chunks of 4 MiB an H100's bus was used to 0.37, with these to 0.68."""
 RING_BYTES = 128 << 20
 _SOON_S = 0.002
 _LOOK_S = 0.05
