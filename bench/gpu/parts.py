@@ -38,7 +38,7 @@ class Part:
         return self.name.partition(":")[2]
 
 
-# Seconds on an H100 (the tests, rate, fence and restore have run there); the slow parts last.
+# Seconds on an H100; guesses for `gpu-restore` and for models but ResNet-18. The slow parts last.
 PARTS = (
     Part("tests:resume", 30, 90),
     Part("tests:ordering", 20, 80),
