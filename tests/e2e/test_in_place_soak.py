@@ -1,4 +1,4 @@
-"""Random deaths and cuts of ranks under `lightck run`: a golden run, and survivors keep nothing.
+"""Random deaths, stops and cuts of ranks under `lightck run`: golden, and survivors keep nothing.
 
 `LIGHTCK_TEST_SEED` repeats a run's choices; the moments are the machine's. `LIGHTCK_SOAK_KILLS`
 says how many disturbances the long form makes.
@@ -44,13 +44,16 @@ def rising(found: list[Held]) -> float:
 
 
 def golden_after(soak: Soak, folder: Path, options: tuple[str, ...]) -> None:
-    print(f"{soak.killed} kills, {soak.cut} cuts, {soak.last} steps, restarts: {soak.restarts}")
+    print(
+        f"{soak.killed} lost, {soak.stopped} of them stopped; {soak.paused} pauses, "
+        f"{soak.cut} cuts, {soak.last} steps, restarts: {soak.restarts}"
+    )
     plain = golden(folder / "golden", soak.world, soak.last, options)
     assert soak.differences(plain) == []
 
 
 @pytest.mark.timeout(300)
-def test_ranks_killed_and_cut_at_random_moments_leave_no_trace(
+def test_ranks_killed_stopped_and_cut_at_random_moments_leave_no_trace(
     region_dir: Path, rng: np.random.Generator
 ) -> None:
     with soaking(region_dir / "run", WORLD, int(rng.integers(1 << 30)), ("slow",)) as soak:

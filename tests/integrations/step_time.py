@@ -4,8 +4,9 @@
     PYTHONPATH=. .venv-integrations/bin/python tests/integrations/step_time.py FRAMEWORK SIZE ROUNDS
 
 The same script in turn without lightck, and with a snapshot every ten steps, in one process. Prints
-the seconds per step of each pair, and the median of the pairs' ratios. FRAMEWORK is one of those
-below, SIZE is "small" (GPT-2, 1.5 GB of state; the default) or "toy", ROUNDS are 6.
+the seconds per step of each pair by the clock, and of processor of all threads, lightck's own too,
+which neighbours on the machine disturb less; then the median of either's ratios. FRAMEWORK is one
+of those below, SIZE is "small" (GPT-2, 1.5 GB of state; the default) or "toy", ROUNDS are 6.
 """
 
 from __future__ import annotations
@@ -22,6 +23,9 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+# OpenMP's threads would spin while they wait, which counts as processor time of either side.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import torch
 from torch.utils.data import DataLoader, Dataset
@@ -65,8 +69,13 @@ def adamw(model: Any) -> torch.optim.AdamW:
     return torch.optim.AdamW(model.parameters(), lr=1e-4)
 
 
-Ends = list[float]
-"""When each step has ended, in seconds of a monotonic clock."""
+Ends = list[tuple[float, float]]
+"""When each step has ended: seconds of a monotonic clock, and of processor of the process."""
+
+
+def now() -> tuple[float, float]:
+    """Return the seconds of both clocks."""
+    return time.perf_counter(), time.process_time()
 
 
 def train_lightning(size: str, path: Path | None) -> Ends:
@@ -88,7 +97,7 @@ def train_lightning(size: str, path: Path | None) -> Ends:
 
     class Times(lightning.Callback):
         def on_train_batch_end(self, *_: Any) -> None:
-            ends.append(time.perf_counter())
+            ends.append(now())
 
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     ends: Ends = []
@@ -110,7 +119,7 @@ def train_transformers(size: str, path: Path | None) -> Ends:
 
     class Times(TrainerCallback):
         def on_step_end(self, *_: Any, **__: Any) -> None:
-            ends.append(time.perf_counter())
+            ends.append(now())
 
     ends: Ends = []
     arguments = TrainingArguments(
@@ -146,7 +155,7 @@ def train_accelerate(size: str, path: Path | None) -> Ends:
                     accelerator.backward(model(**batch).loss)
                     optimizer.step()
                     optimizer.zero_grad()
-                ends.append(time.perf_counter())
+                ends.append(now())
     return ends
 
 
@@ -176,7 +185,7 @@ def train_deepspeed(size: str, path: Path | None) -> Ends:
         for batch in DataLoader(rows, 1, sampler=sampler):
             engine.backward(engine(**batch).loss)
             engine.step()
-            ends.append(time.perf_counter())
+            ends.append(now())
     return ends
 
 
@@ -188,13 +197,14 @@ FRAMEWORKS: dict[str, Callable[[str, Path | None], Ends]] = {
 }
 
 
-def step_s(framework: str, size: str, path: Path | None) -> float:
-    """Return the seconds of a step, the mean over whole cycles of snapshots, the first left out."""
+def step_s(framework: str, size: str, path: Path | None) -> tuple[float, float]:
+    """Return the seconds of a step by either clock: the mean of whole cycles behind the first."""
     torch.manual_seed(0)
     ends = FRAMEWORKS[framework](size, path)
     if len(ends) != STEPS:
         raise RuntimeError(f"{framework} has made {len(ends)} steps instead of {STEPS}")
-    return (ends[-1] - ends[EVERY - 1]) / (STEPS - EVERY)
+    first, last = ends[EVERY - 1], ends[-1]
+    return (last[0] - first[0]) / (STEPS - EVERY), (last[1] - first[1]) / (STEPS - EVERY)
 
 
 def main() -> None:
@@ -204,19 +214,21 @@ def main() -> None:
     size = sys.argv[2] if len(sys.argv) > 2 else "small"
     rounds = int(sys.argv[3]) if len(sys.argv) > 3 else 6
     folder = Path(tempfile.mkdtemp(prefix="lightck-test-", dir="/dev/shm"))
-    ratios = []
+    ratios: dict[str, list[float]] = {"clock": [], "processor": []}
     try:
         for i in range(rounds):
             found = {}
             for on in (False, True) if i % 2 else (True, False):
                 found[on] = step_s(framework, size, folder / str(i) if on else None)
             shutil.rmtree(folder / str(i))
-            ratios.append(found[True] / found[False])
-            print(f"{found[False]:.4f} s {found[True]:.4f} s {ratios[-1]:.3f}", flush=True)
+            for name, off, on_s in zip(ratios, found[False], found[True], strict=True):
+                ratios[name].append(on_s / off)
+                print(f"{name} {off:.4f} s {on_s:.4f} s {on_s / off:.3f}", flush=True)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    middle = statistics.median(ratios)
-    print(f"{framework} {size}: {middle:.3f} [{min(ratios):.3f}, {max(ratios):.3f}]", flush=True)
+    for name, each in ratios.items():
+        middle = statistics.median(each)
+        print(f"{framework} {size}, {name}: {middle:.3f} [{min(each):.3f}, {max(each):.3f}]")
 
 
 if __name__ == "__main__":

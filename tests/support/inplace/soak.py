@@ -1,4 +1,4 @@
-"""Kills and cuts ranks of a `lightck run` at random moments, and looks at what that has left."""
+"""Kills, stops and cuts ranks of a `lightck run` at random moments; looks at what that left."""
 
 from __future__ import annotations
 
@@ -41,6 +41,9 @@ class Soak:
     world: int
     moments: random.Random
     killed: int = 0
+    stopped: int = 0
+    """Of the killed, those that were ended because they stood."""
+    paused: int = 0
     cut: int = 0
     _offsets: dict[int, int] = field(default_factory=dict)
     _rest: dict[int, str] = field(default_factory=dict)
@@ -117,6 +120,23 @@ class Soak:
         with suppress(ProcessLookupError):
             os.kill(self.pids[rank][-1], signal.SIGKILL)
             self.killed += 1
+
+    def stop(self, ranks: Sequence[int]) -> None:
+        """Stop one rank of these for good: the others have it ended, and replaced."""
+        rank = self.moments.choice(ranks)
+        with suppress(ProcessLookupError):
+            os.kill(self.pids[rank][-1], signal.SIGSTOP)
+            self.stopped += 1
+            self.killed += 1
+
+    def pause(self, seconds: float) -> None:
+        """Stop one rank for a while that costs nothing."""
+        pid = self.pids[self.moments.randrange(self.world)][-1]
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGSTOP)
+            time.sleep(seconds)
+            os.kill(pid, signal.SIGCONT)
+            self.paused += 1
 
     def order(self, rank: int, letter: str) -> None:
         """Give a rank an order."""
@@ -228,9 +248,10 @@ def golden(folder: Path, world: int, steps: int, options: Sequence[str]) -> Soak
 
 
 def disturb(soak: Soak, times: int, spared: int | None = None) -> None:
-    """Kill or cut ranks at random moments; measure once all train again.
+    """Kill, stop, pause or cut ranks at random moments; measure once all train again.
 
-    One in five is a cut, and one in five kills is followed by a second within the recovery.
+    One in five is a cut, one in five a stop, half of them for good; and one in four kills is
+    followed by a second within the recovery.
     """
     ranks = [rank for rank in range(soak.world) if rank != spared]
     soak.trains(10)
@@ -240,9 +261,13 @@ def disturb(soak: Soak, times: int, spared: int | None = None) -> None:
         draw = soak.moments.random()
         if draw < 0.2:
             soak.order(soak.moments.randrange(soak.world), "c")
+        elif draw < 0.3:
+            soak.stop(ranks)
+        elif draw < 0.4:
+            soak.pause(soak.moments.random())
         else:
             soak.kill(ranks)
-            if draw > 0.84:
+            if draw > 0.85:
                 time.sleep(soak.moments.random() ** 2 * 3)
                 soak.look()
                 soak.kill(ranks)

@@ -29,6 +29,8 @@ import lightck
 from lightck.inplace import runtime
 
 WAIT_S = 0.004
+HANG_EXIT_S = 3.0
+"""A rank that stands for so long is replaced."""
 
 
 def held() -> tuple[int, int, int]:
@@ -113,7 +115,10 @@ def main(folder: Path, regions: Path, options: set[str]) -> None:
     loader = DataLoader(data, 4, sampler=sampler)
     extras = {"sampler": sampler}
     lightck.restore(model, optimizer, regions, extras=extras)
-    with lightck.attach(model, optimizer, regions, extras=extras, close_timeout_s=60) as handle:
+    with lightck.attach(
+        model, optimizer, regions, extras=extras, close_timeout_s=60,
+        failure=lightck.Failure(hang_exit_s=HANG_EXIT_S),
+    ) as handle:  # fmt: skip
         while handle.step < stop_at(folder):
             for x, y in loader:
                 wait()
