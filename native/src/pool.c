@@ -157,8 +157,20 @@ static int find_task(lck_pool *pool, const lck_last_chunk *last, lck_task *out, 
   return 0;
 }
 
+/* Whether somebody waits for what another worker may have claimed. Whoever begins to wait wakes the
+ * reserve, and so does a seal. */
+static int is_claimed_work_awaited(const lck_pool *pool) {
+  for (lck_snapshot *s = first_of(pool); s; s = atomic_load(&s->next))
+    if (atomic_load(&s->urgent) > 0 ||
+        (atomic_load(&s->phase) == LCK_PHASE_SEALED && atomic_load(&s->staged)))
+      return 1;
+  return 0;
+}
+
 /* A worker of the reserve that finds nothing takes what others do not get on with: after a while,
- * for it may be done by now. Its first one watches over the idle ones while it has no turn. */
+ * for it may be done by now, and not at all while nobody waits: on a contended machine, where the
+ * reserve has its turn between snapshots, too, each look would interrupt the training. Its first
+ * one watches over the idle ones while it has no turn. */
 static int find_for_reserve(lck_pool *pool, const lck_last_chunk *last, lck_task *out,
                             uint64_t *again) {
   *again = LCK_ALL;
@@ -169,8 +181,10 @@ static int find_for_reserve(lck_pool *pool, const lck_last_chunk *last, lck_task
   }
   if (find_task(pool, last, out, again))
     return 1;
-  uint64_t soon = lck_now_ns() + LCK_RECHECK_NS;
-  *again = *again < soon ? *again : soon;
+  if (is_claimed_work_awaited(pool)) {
+    uint64_t soon = lck_now_ns() + LCK_RECHECK_NS;
+    *again = *again < soon ? *again : soon;
+  }
   return find_claimed(pool, last->thread, out);
 }
 

@@ -276,6 +276,24 @@ static void test_copies_that_stand_still_go_over_to_the_reserve(bed *b) {
   tear_down(b, &t);
 }
 
+/* On a contended machine the reserve has its turn all the time; between snapshots it sleeps, also
+ * when one was staged, and drained, before: each look would take a CPU from the training. */
+static void test_a_reserve_without_work_sleeps(bed *b) {
+  lck_pool *pool = make_pool(1, 1);
+  lck_pool_lock(pool);
+  pool->contention.left = 100;
+  atomic_store(&pool->contention.on, 1);
+  lck_pool_unlock(pool);
+  bed_snapshot(b, pool, 1, 1);
+  bed_nap(20 * MS);
+  uint64_t before = atomic_load(&pool->threads[1].visits);
+  bed_nap(50 * MS);
+  uint64_t looks = (atomic_load(&pool->threads[1].visits) - before) / 2;
+  CHECK(atomic_load(&pool->contention.on), "the machine is not taken for contended");
+  CHECK(looks < 5, "the reserve has looked %u times for nothing", (unsigned)looks);
+  CHECK(lck_pool_destroy(pool) == 0, "%s", lck_last_error());
+}
+
 /* ---- Beside threads that never sleep
  * -------------------------------------------------------------
  */
@@ -342,6 +360,7 @@ static void body(bed *b) {
   test_a_closed_region_is_not_touched_by_an_idle_worker(b);
   test_a_visited_snapshot_is_freed_later(b);
   test_copies_that_stand_still_go_over_to_the_reserve(b);
+  test_a_reserve_without_work_sleeps(b);
   test_what_is_captured_beside_busy_threads_is_what_was_there(b);
   alarm(0);
   bed_destroy(b);
