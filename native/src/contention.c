@@ -60,8 +60,12 @@ static uint64_t moved(const lck_pool *pool) {
          atomic_load_explicit(&pool->bytes_skipped, memory_order_relaxed);
 }
 
+/* Of a window that is not known yet a short one may be all that an idle thread needs to wake: on a
+ * machine that is merely busy the reserve would copy for the next snapshots. */
 static uint64_t look_after(const lck_contention *contention) {
-  uint64_t part = atomic_load(&contention->window) / LOOKS_IN_A_WINDOW;
+  uint64_t window = atomic_load(&contention->window), part = window / LOOKS_IN_A_WINDOW;
+  if (window == 0)
+    return LOOK_MOST_NS;
   return part < LOOK_LEAST_NS ? LOOK_LEAST_NS : part > LOOK_MOST_NS ? LOOK_MOST_NS : part;
 }
 

@@ -262,11 +262,13 @@ static int never_for_idle(void) {
 
 /* Nobody waits: the reserve alone finishes what stands still. */
 static void test_copies_that_stand_still_go_over_to_the_reserve(bed *b) {
+  uint64_t began = lck_now_ns();
   stage t = set_up(b, 0, 1);
   lck_fault_gate(LCK_FAULT_COPY, never_for_idle);
   lck_batch *batch = lck_snapshot_batch(t.snapshot, t.batch);
   EVENTUALLY(atomic_load(&batch->next) == 8);
   CHECK(atomic_load(&t.pool->contention.on), "the machine is not taken for contended");
+  CHECK(lck_now_ns() - began >= 50 * MS, "a first window of unknown length was judged too soon");
   bed_capture(t.snapshot, t.batch, 1);
   CHECK(lck_snapshot_free(t.snapshot) == 0, "%s", lck_last_error());
   for (uint64_t sequence = 2; atomic_load(&t.pool->contention.on); sequence++) {
