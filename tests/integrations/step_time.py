@@ -41,7 +41,7 @@ CYCLES = 4
 """Cycles of `EVERY` steps in a training, the first of which is not counted."""
 STEPS = EVERY * CYCLES
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
-"""As malloc.h of glibc has them."""
+"""Numbers of options in malloc.h of glibc."""
 SIZES: dict[str, dict[str, int]] = {
     "small": {},
     "toy": {

@@ -42,7 +42,7 @@ class Soak:
     moments: random.Random
     killed: int = 0
     stopped: int = 0
-    """Of the killed, those that were ended because they stood."""
+    """Ranks, counted among the killed too, that were ended because they stood."""
     paused: int = 0
     cut: int = 0
     _offsets: dict[int, int] = field(default_factory=dict)
