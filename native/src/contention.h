@@ -16,8 +16,9 @@
 typedef struct lck_contention {
   _Atomic int on;
   _Atomic int watched; /* a worker of the reserve looks at the copies from time to time */
-  _Atomic uint64_t
-      window; /* a snapshot's begin to the first wait for it, the last time; ns, or 0 */
+
+  /* From a snapshot's begin to the first wait for it, the last time; ns, 0: not known yet. */
+  _Atomic uint64_t window;
 
   uint64_t since, moved, used; /* the watcher's last look: ns, bytes, CPU time of the process */
   uint32_t left, term; /* under the pool's lock: snapshots until the next try, now and then */

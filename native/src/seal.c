@@ -88,8 +88,11 @@ LCK_API int lck_snapshot_seal(lck_snapshot *snapshot, const lck_record *record, 
   atomic_store(&snapshot->phase, LCK_PHASE_SEALED);
   lck_pool_unlock(pool);
   lck_snapshot_try_commit(snapshot, 0, &pool->threads[LCK_THREAD_CALLER]);
-  if (atomic_load(&snapshot->phase) == LCK_PHASE_SEALED)
+  if (atomic_load(&snapshot->phase) == LCK_PHASE_SEALED) {
     lck_wait_queue_wake(&pool->commit_work);
+    if (atomic_load(&snapshot->staged))
+      lck_pool_wake(pool); /* the reserve may take drains away from others from now on */
+  }
   return 0;
 }
 

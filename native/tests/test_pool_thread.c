@@ -296,6 +296,32 @@ static void test_a_reserve_without_work_sleeps(bed *b) {
   CHECK(lck_pool_destroy(pool) == 0, "%s", lck_last_error());
 }
 
+/* Drains that others have claimed are the reserve's to take away once the snapshot is sealed. In a
+ * paused pool nothing else wakes it. */
+static void test_a_seal_wakes_a_reserve_that_has_its_turn(bed *b) {
+  stage t = {.pool = make_pool(1, 1), .source = calloc(1, CHUNK)};
+  CHECK(t.source, "memory");
+  lck_pool_lock(t.pool);
+  t.pool->contention.left = 100;
+  atomic_store(&t.pool->contention.on, 1);
+  lck_pool_unlock(t.pool);
+  CHECK(lck_pool_pace(t.pool, 0) == 0, "%s", lck_last_error());
+  t.snapshot = bed_begin(b, t.pool, 0);
+  EVENTUALLY(t.snapshot->invalidated || !b->staged);
+  lck_copy copy = {
+      .offset = bed_slot(b, 0), .source = t.source, .length = CHUNK, .flags = LCK_COPY_STAGED};
+  t.batch = bed_add(t.snapshot, &copy, 1);
+  bed_capture(t.snapshot, t.batch, 1);
+  bed_nap(20 * MS);
+  uint64_t before = atomic_load(&t.pool->threads[1].visits);
+  CHECK(bed_seal(b, t.snapshot, 0, 1) == 0, "%s", lck_last_error());
+  EVENTUALLY(atomic_load(&t.pool->threads[1].visits) != before);
+  CHECK(lck_pool_pace(t.pool, 1000) == 0, "%s", lck_last_error());
+  bed_committed(t.snapshot);
+  CHECK(lck_pool_destroy(t.pool) == 0, "%s", lck_last_error());
+  free(t.source);
+}
+
 /* ---- Beside threads that never sleep
  * -------------------------------------------------------------
  */
@@ -363,6 +389,7 @@ static void body(bed *b) {
   test_a_visited_snapshot_is_freed_later(b);
   test_copies_that_stand_still_go_over_to_the_reserve(b);
   test_a_reserve_without_work_sleeps(b);
+  test_a_seal_wakes_a_reserve_that_has_its_turn(b);
   test_what_is_captured_beside_busy_threads_is_what_was_there(b);
   alarm(0);
   bed_destroy(b);
