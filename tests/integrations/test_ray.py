@@ -12,14 +12,15 @@ from support.integrations.chain import Chain
 FRAMEWORK = "ray"
 MODULES = ("torch._dynamo",)
 # An epoch is 6 batches on each of two workers; batches are counted from 0.
-PLACES = ("forward 0", "forward 3", "forward 5", "validation 0.1")
+PLACES = ("forward 0", "forward 3", "validation 0.1")
 
 
-@pytest.mark.timeout(1200)  # Ray starts a group in half a minute where the machine is busy
+# Ray starts a group in 20 s, eight new interpreters; on a machine with other work in two minutes.
+@pytest.mark.timeout(2500)
 def test_a_train_function_goes_on_bit_for_bit_and_saves_at_a_preemption_s_announcement(
     chain: Callable[..., Chain],
 ) -> None:
-    made = chain("ray_train.py", environment={"KILLS": json.dumps(PLACES)}, timeout_s=600)
+    made = chain("ray_train.py", environment={"KILLS": json.dumps(PLACES)}, timeout_s=1200)
     made.reference()
     assert made.life(on=True) == [0], made.log
     made.ranks = 2  # the harness has started one process, and Ray the workers
