@@ -13,7 +13,7 @@ FRAMEWORK = "deepspeed"
 MODULES = ("deepspeed", "torch._dynamo")
 
 # An epoch is 11 batches on one rank, 6 on each of two; batches are counted from 0.
-PLACES = ("forward 0", "forward 4", "forward 10", "validation 0.1", "forward 12", "forward 19")
+PLACES = ("forward 0", "forward 4", "forward 10", "validation 0.1")
 CASES: list[dict[str, Any]] = [
     {"stage": 0, "workers": 2, "augment": True},
     {"stage": 1, "accumulate": 2, "augment": True, "schedule": "torch"},
@@ -26,8 +26,7 @@ CASES: list[dict[str, Any]] = [
 @pytest.mark.parametrize("params", CASES, ids=lambda p: "-".join(f"{k}={v}" for k, v in p.items()))
 def test_an_engine_goes_on_bit_for_bit(chain: Callable[..., Chain], params: dict[str, Any]) -> None:
     seeded = params.get("workers", 0) > 0
-    places = PLACES if seeded else PLACES[:4]
-    chain("deepspeed_engine.py", params=params, seeded=seeded).check(*places)
+    chain("deepspeed_engine.py", params=params, seeded=seeded).check(*PLACES)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
@@ -36,7 +35,7 @@ def test_an_engine_on_two_ranks_goes_on_bit_for_bit(
 ) -> None:
     params = {"stage": stage, "accumulate": 1 + (stage == 1), "augment": True}
     # The last batch of an epoch, on each of two ranks, is the one with the number 5.
-    places = ("forward 0", "forward 4", "forward 5", "validation 0.1", "forward 6", "forward 9")
+    places = ("forward 0", "forward 4", "forward 5", "validation 0.1")
     chain("deepspeed_engine.py", params=params, ranks=2).check(*places)
 
 

@@ -15,14 +15,7 @@ MODULES = ("transformers.trainer", "accelerate", "peft", "datasets")
 
 # An epoch is 11 batches on one rank, 6 on each of two; places are named by step and micro-batch.
 PLACES = ("forward 0.0", "forward 6.0", "forward 10.0", "validation 12", "forward 15.0")
-OF_TWO = (
-    "forward 0.0",
-    "forward 3.0",
-    "forward 5.0",
-    "forward 6.0",
-    "validation 8",
-    "forward 10.0",
-)
+OF_TWO = ("forward 0.0", "forward 3.0", "forward 5.0", "validation 8", "forward 10.0")
 MICRO = ("forward 0.0", "forward 3.1", "forward 5.0", "validation 8", "forward 10.0")
 
 
