@@ -31,7 +31,7 @@ EXAMPLES = """\
   lightck run --standalone --nproc-per-node 4 train.py --lr 0.1
   lightck run --nnodes 2 --rdzv-backend c10d --rdzv-endpoint node0:29500 --rdzv-id 7 train.py
   lightck run -- torchrun --standalone --nproc-per-node 4 train.py
-  lightck chaos --kill 1@20 -- lightck run --standalone --nproc-per-node 2 train.py
+  lightck chaos --fault kill:20:forward:1 -- lightck run --standalone --nproc-per-node 2 train.py
 """
 MAX_RESTARTS = 3
 MONITOR_S = 0.05

@@ -1,4 +1,4 @@
-"""Fault injection inside a training process that `lightck plan` has started.
+"""Fault injection inside a training process that `lightck chaos` has started.
 
 `attach` and `restore` look at one environment variable; without it this module is not even
 imported. It names a folder that all lives of the job share: `plan.json` says which faults are to
