@@ -215,6 +215,7 @@ uint64_t lck_batch_seize(lck_snapshot *snapshot, lck_batch *batch, const lck_poo
   int draining = phase == LCK_CHUNK_IN_DRAIN;
   uint64_t first = draining ? atomic_load(&batch->drained) : lck_batch_captured(batch);
   uint64_t end = atomic_load(draining ? &batch->drain_next : &batch->next);
+  end += end < batch->chunk_count; /* claimed, and the watermark not moved yet */
   for (uint64_t i = first; i < end; i++) {
     lck_chunk *chunk = &batch->chunks[i];
     uint32_t word = atomic_load(&chunk->word);
@@ -362,10 +363,12 @@ static void store_piece(const chunk_run *run, lck_piece *piece) {
 
 /* Hash the `count` pieces of one copy; mark them as skipped when the extent holds these bytes
  * already. If it does not, the CRCs of the copy replace those of the hash: they describe what was
- * stored even when the source changed in between. */
+ * stored even when the source changed in between. Whoever has lost the chunk may have marked some.
+ */
 static int unchanged(lck_piece *pieces, uint64_t count) {
   uint32_t crc = 0;
   for (uint64_t i = 0; i < count; i++) {
+    pieces[i].flags &= ~LCK_PIECE_SKIPPED;
     pieces[i].crc = lck_kernel_current()->crc(pieces[i].source, pieces[i].length, 0);
     crc = i == 0 ? pieces[0].crc : lck_crc32c_combine(crc, pieces[i].crc, pieces[i].length);
   }

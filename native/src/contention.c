@@ -14,10 +14,12 @@
 
 void lck_contention_begin_snapshot(lck_pool *pool) {
   lck_contention *contention = &pool->contention;
-  if (contention->left == 0)
+  if (contention->left == 0) {
     contention->term = TERM_LEAST; /* they got on since the last try */
-  else if (--contention->left == 0)
+  } else if (--contention->left == 0) {
+    atomic_store(&contention->watched, 0); /* the watcher sleeps: the next work wakes it */
     atomic_store(&contention->on, 0);
+  }
 }
 
 void lck_contention_begin_wait(const lck_snapshot *snapshot) {

@@ -157,20 +157,25 @@ static int find_task(lck_pool *pool, const lck_last_chunk *last, lck_task *out, 
   return 0;
 }
 
+/* Whether drains are left of a snapshot that they alone keep from its commit. */
+static int has_drains_left(const lck_snapshot *s) {
+  return atomic_load(&s->phase) == LCK_PHASE_SEALED && atomic_load(&s->staged) &&
+         !atomic_load(&s->halted) && !atomic_load(&s->failure) && !lck_snapshot_due(s);
+}
+
 /* Whether somebody waits for what another worker may have claimed. Whoever begins to wait wakes the
  * reserve, and so does a seal. */
 static int is_claimed_work_awaited(const lck_pool *pool) {
   for (lck_snapshot *s = first_of(pool); s; s = atomic_load(&s->next))
-    if (atomic_load(&s->urgent) > 0 ||
-        (atomic_load(&s->phase) == LCK_PHASE_SEALED && atomic_load(&s->staged)))
+    if (atomic_load(&s->urgent) > 0 || has_drains_left(s))
       return 1;
   return 0;
 }
 
 /* A worker of the reserve that finds nothing takes what others do not get on with: after a while,
- * for it may be done by now, and not at all while nobody waits: on a contended machine, where the
- * reserve has its turn between snapshots, too, each look would interrupt the training. Its first
- * one watches over the idle ones while it has no turn. */
+ * for it may be done by now. On a contended machine, where it has its turn between snapshots, too,
+ * each look would interrupt the training: there it looks again only while somebody waits. Elsewhere
+ * it looks until its turn is over, for its first one watches over the idle ones then. */
 static int find_for_reserve(lck_pool *pool, const lck_last_chunk *last, lck_task *out,
                             uint64_t *again) {
   *again = LCK_ALL;
@@ -181,7 +186,7 @@ static int find_for_reserve(lck_pool *pool, const lck_last_chunk *last, lck_task
   }
   if (find_task(pool, last, out, again))
     return 1;
-  if (is_claimed_work_awaited(pool)) {
+  if (!atomic_load(&pool->contention.on) || is_claimed_work_awaited(pool)) {
     uint64_t soon = lck_now_ns() + LCK_RECHECK_NS;
     *again = *again < soon ? *again : soon;
   }
@@ -430,6 +435,7 @@ LCK_API int lck_pool_pace(lck_pool *pool, uint32_t per_mille) {
     return lck_fail(LCK_E_INVALID, "pace of %u per mille", per_mille);
   atomic_store(&pool->pace, per_mille);
   lck_pool_wake(pool);
+  lck_wait_queue_wake(&pool->commit_work); /* late drains are not paced */
   return 0;
 }
 

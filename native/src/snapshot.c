@@ -158,6 +158,16 @@ static int public_state(const lck_snapshot *snapshot) {
                                       : LCK_SNAP_OPEN;
 }
 
+/* Whether it is still to be committed, for whoever waits for that: an idle worker that has drained
+ * the last chunk may lose its CPU before it wakes the commit thread. */
+static int is_sealed(lck_snapshot *snapshot) {
+  if (public_state(snapshot) != LCK_SNAP_SEALED)
+    return 0;
+  if (lck_snapshot_due(snapshot))
+    lck_wait_queue_wake(&snapshot->pool->commit_work);
+  return 1;
+}
+
 LCK_API int lck_snapshot_wait(lck_snapshot *snapshot, int64_t timeout_ns, int *state) {
   int rc = lck_snapshot_usable(snapshot);
   if (rc) {
@@ -173,11 +183,11 @@ LCK_API int lck_snapshot_wait(lck_snapshot *snapshot, int64_t timeout_ns, int *s
     lck_pool_wake(pool);
     for (;;) {
       uint32_t count = lck_wait_queue_count(&pool->progress);
-      seen = public_state(snapshot);
-      if (seen != LCK_SNAP_SEALED || lck_now_ns() >= deadline)
+      if (!is_sealed(snapshot) || lck_now_ns() >= deadline)
         break;
-      lck_wait_queue_sleep(&pool->progress, count, deadline);
+      lck_wait_queue_sleep(&pool->progress, count, lck_pool_recheck_at(deadline));
     }
+    seen = public_state(snapshot);
     atomic_fetch_sub(&pool->waiters, 1);
   }
   if (state)
@@ -187,10 +197,6 @@ LCK_API int lck_snapshot_wait(lck_snapshot *snapshot, int64_t timeout_ns, int *s
   if (seen == LCK_SNAP_OPEN && timeout_ns != 0)
     return lck_fail(LCK_E_STATE, "the snapshot is not sealed: it would never be committed");
   return seen == LCK_SNAP_COMMITTED ? 0 : lck_fail(LCK_E_TIMEOUT, "the snapshot is not committed");
-}
-
-static int is_sealed(lck_snapshot *snapshot) {
-  return public_state(snapshot) == LCK_SNAP_SEALED;
 }
 
 /* Whether a thread still uses the snapshot. Chunks that idle workers have claimed are seized: what

@@ -417,11 +417,12 @@ static int prepare(update_run *run, uint64_t rule_count, uint32_t batch) {
 static void use(lck_snapshot *snapshot, int begins) {
   if (!snapshot)
     return;
-  lck_pool_lock(snapshot->pool);
+  lck_pool *pool = snapshot->pool;
+  lck_pool_lock(pool);
   snapshot->users += begins ? 1 : UINT32_MAX;
-  lck_pool_unlock(snapshot->pool);
-  if (!begins)
-    lck_wait_queue_wake(&snapshot->pool->progress);
+  lck_pool_unlock(pool);
+  if (!begins) /* the snapshot may be gone */
+    lck_wait_queue_wake(&pool->progress);
 }
 
 LCK_API int lck_update(const lck_update_rule *rules, uint64_t rule_count,

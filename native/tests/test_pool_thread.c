@@ -206,10 +206,66 @@ static void test_a_capture_takes_what_an_idle_worker_has_in_hand(bed *b, int hel
   tear_down(b, &t);
 }
 
-static void test_giving_up_takes_what_an_idle_worker_has_in_hand(bed *b) {
+/* `early`: as if it had lost its CPU between its claim and the watermark; then nobody else moves
+ * that, for the snapshot has failed. */
+static void test_giving_up_takes_what_an_idle_worker_has_in_hand(bed *b, int early) {
   stage t = set_up(b, 0, 0);
+  if (early) {
+    atomic_store(&t.snapshot->halted, 1);
+    atomic_store(&lck_snapshot_batch(t.snapshot, t.batch)->next, 0);
+  }
   CHECK(lck_snapshot_free(t.snapshot) == 0, "%s", lck_last_error());
   tear_down(b, &t);
+}
+
+/* An idle worker has found the first copy to be unchanged and marked a piece of it when it loses
+ * its CPU, and the source changes in a way that no counter sees. */
+static void test_what_was_taken_to_be_unchanged_is_stored_by_who_finds_it_changed(bed *b) {
+  stage t = set_up(b, LCK_COPY_STAGED | LCK_COPY_IF_CHANGED, 0);
+  lck_batch *batch = lck_snapshot_batch(t.snapshot, t.batch);
+  batch->pieces[1].flags |= LCK_PIECE_SKIPPED;
+  bed_fill(t.source, 8 * CHUNK, 3);
+  bed_capture(t.snapshot, t.batch, 1);
+  CHECK(bed_seal(b, t.snapshot, 0, 7) == 0, "%s", lck_last_error());
+  bed_committed(t.snapshot);
+  CHECK(!memcmp(b->region->base + bed_slot(b, 0), t.source, 8 * CHUNK), "the bytes of the capture");
+  tear_down(b, &t);
+}
+
+/* A sealed snapshot, captured into DRAM, that nobody drains before the pool has its pace again. */
+static stage sealed_without_drains(bed *b) {
+  stage t = {.pool = make_pool(1, 1), .source = calloc(1, CHUNK)};
+  CHECK(t.source, "memory");
+  CHECK(lck_pool_pace(t.pool, 0) == 0, "%s", lck_last_error());
+  t.snapshot = bed_begin(b, t.pool, 0);
+  EVENTUALLY(t.snapshot->invalidated || !b->staged);
+  lck_copy copy = {
+      .offset = bed_slot(b, 0), .source = t.source, .length = CHUNK, .flags = LCK_COPY_STAGED};
+  t.batch = bed_add(t.snapshot, &copy, 1);
+  bed_capture(t.snapshot, t.batch, 1);
+  CHECK(bed_seal(b, t.snapshot, 0, 1) == 0, "%s", lck_last_error());
+  return t;
+}
+
+/* As if an idle worker had drained the last chunk and lost its CPU before it says so; nobody reads
+ * the bytes. */
+static void drain_without_a_word(const stage *t) {
+  lck_batch *batch = lck_snapshot_batch(t->snapshot, t->batch);
+  for (uint64_t i = 0; i < batch->chunk_count; i++)
+    atomic_store(&batch->chunks[i].word, LCK_CHUNK_DRAINED);
+}
+
+static void test_nobody_waits_for_the_word_of_an_idle_worker(bed *b, int freeing) {
+  stage t = sealed_without_drains(b);
+  bed_nap(20 * MS); /* the seal has woken the commit thread, which finds nothing */
+  drain_without_a_word(&t);
+  if (freeing)
+    CHECK(lck_snapshot_free(t.snapshot) == 0, "%s", lck_last_error());
+  else
+    bed_committed(t.snapshot);
+  bed_holds(b, 0, 1);
+  CHECK(lck_pool_destroy(t.pool) == 0, "%s", lck_last_error());
+  free(t.source);
 }
 
 /* The worker loses its CPU on the way into its chunk's section, where only addresses are left of a
@@ -275,7 +331,59 @@ static void test_copies_that_stand_still_go_over_to_the_reserve(bed *b) {
     CHECK(sequence < 40, "the idle workers get no other try");
     bed_snapshot(b, t.pool, 1, sequence);
   }
+  EVENTUALLY(!atomic_load(&t.pool->contention.watched)); /* or the next work would wake nobody */
   tear_down(b, &t);
+}
+
+/* Somebody waited, the reserve had its turn, and it is over: the watcher watches again, else the
+ * next window would be nobody's to watch. */
+static void test_the_watcher_does_not_sleep_over_the_end_of_its_turn(bed *b) {
+  stage t = {.pool = make_pool(1, 1), .source = calloc(8, CHUNK)};
+  CHECK(t.source, "memory");
+  t.snapshot = bed_begin(b, t.pool, 0);
+  EVENTUALLY(t.snapshot->invalidated || !b->staged);
+  lck_copy copy = {.offset = bed_slot(b, 0), .source = t.source, .length = 8 * CHUNK};
+  t.batch = bed_add(t.snapshot, &copy, 1);
+  lck_fault_gate(LCK_FAULT_COPY, never_for_idle);
+  CHECK(lck_snapshot_release(t.snapshot, t.batch, LCK_ALL) == 0, "%s", lck_last_error());
+  atomic_fetch_add(&t.pool->waiters, 1);
+  lck_pool_wake(t.pool);
+  EVENTUALLY(atomic_load(&lck_snapshot_batch(t.snapshot, t.batch)->next) == 8);
+  lck_fault_gate(LCK_FAULT_COPY, NULL);
+  bed_nap(10 * MS);
+  atomic_fetch_sub(&t.pool->waiters, 1);
+  EVENTUALLY(!atomic_load(&t.pool->contention.watched));
+  CHECK(lck_snapshot_free(t.snapshot) == 0, "%s", lck_last_error());
+  CHECK(lck_pool_destroy(t.pool) == 0, "%s", lck_last_error());
+  free(t.source);
+}
+
+static int closed_gate(void) {
+  return atomic_load(&scene.open);
+}
+
+/* All is drained, and the commit thread is in a commit, as in a slow sync. */
+static void test_a_reserve_sleeps_while_a_snapshot_is_committed(bed *b) {
+  stage t = sealed_without_drains(b);
+  lck_pool_lock(t.pool);
+  t.pool->contention.left = 100;
+  atomic_store(&t.pool->contention.on, 1);
+  lck_pool_unlock(t.pool);
+  atomic_store(&scene.open, 0);
+  lck_fault_gate(LCK_FAULT_COMMIT, closed_gate);
+  drain_without_a_word(&t);
+  lck_wait_queue_wake(&t.pool->commit_work);
+  lck_pool_wake(t.pool);
+  bed_nap(20 * MS);
+  uint64_t before = atomic_load(&t.pool->threads[1].visits);
+  bed_nap(50 * MS);
+  uint64_t looks = (atomic_load(&t.pool->threads[1].visits) - before) / 2;
+  CHECK(looks < 5, "the reserve has looked %u times for nothing", (unsigned)looks);
+  atomic_store(&scene.open, 1);
+  bed_committed(t.snapshot);
+  lck_fault_gate(LCK_FAULT_COMMIT, NULL);
+  CHECK(lck_pool_destroy(t.pool) == 0, "%s", lck_last_error());
+  free(t.source);
 }
 
 /* On a contended machine the reserve has its turn all the time; between snapshots it sleeps, also
@@ -316,7 +424,9 @@ static void test_a_seal_wakes_a_reserve_that_has_its_turn(bed *b) {
   uint64_t before = atomic_load(&t.pool->threads[1].visits);
   CHECK(bed_seal(b, t.snapshot, 0, 1) == 0, "%s", lck_last_error());
   EVENTUALLY(atomic_load(&t.pool->threads[1].visits) != before);
+  uint32_t told = atomic_load(&t.pool->commit_work.wakes);
   CHECK(lck_pool_pace(t.pool, 1000) == 0, "%s", lck_last_error());
+  CHECK(atomic_load(&t.pool->commit_work.wakes) != told, "late drains would go on sleeping");
   bed_committed(t.snapshot);
   CHECK(lck_pool_destroy(t.pool) == 0, "%s", lck_last_error());
   free(t.source);
@@ -384,11 +494,17 @@ static void body(bed *b) {
     test_a_capture_takes_what_an_idle_worker_has_in_hand(b, help, 0);
     test_a_capture_takes_what_an_idle_worker_has_in_hand(b, help, LCK_COPY_STAGED);
   }
-  test_giving_up_takes_what_an_idle_worker_has_in_hand(b);
+  for (int early = 0; early < 2; early++)
+    test_giving_up_takes_what_an_idle_worker_has_in_hand(b, early);
+  test_what_was_taken_to_be_unchanged_is_stored_by_who_finds_it_changed(b);
+  for (int freeing = 0; freeing < 2; freeing++)
+    test_nobody_waits_for_the_word_of_an_idle_worker(b, freeing);
   test_a_closed_region_is_not_touched_by_an_idle_worker(b);
   test_a_visited_snapshot_is_freed_later(b);
   test_copies_that_stand_still_go_over_to_the_reserve(b);
+  test_the_watcher_does_not_sleep_over_the_end_of_its_turn(b);
   test_a_reserve_without_work_sleeps(b);
+  test_a_reserve_sleeps_while_a_snapshot_is_committed(b);
   test_a_seal_wakes_a_reserve_that_has_its_turn(b);
   test_what_is_captured_beside_busy_threads_is_what_was_there(b);
   alarm(0);
