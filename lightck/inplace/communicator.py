@@ -52,6 +52,16 @@ SETUP_MOST = 256
 """Small results of a set-up that are kept for replacements at most."""
 
 
+class _Thread(threading.local):
+    """The thread that asks."""
+
+    completes: bool = False
+    """True while it completes a future, and runs what goes on from that."""
+
+
+_THREAD = _Thread()
+
+
 class AnyLink(Protocol):
     """A link, as far as the communicator needs it."""
 
@@ -89,6 +99,8 @@ class Communicator:
     """True while a recovery may need what the program's collectives had and have given."""
     transfers: str = ""
     """The kind of a transfer between two ranks that the program has made; empty: none."""
+    unfit: str = ""
+    """Why what the program does cannot be repeated, noticed as it does it; empty: nothing seen."""
     suspicion: str = ""
     """The error of a collective while no generation has begun for it; empty: none."""
     _link: AnyLink | None = None
@@ -131,6 +143,8 @@ class Communicator:
                 return answered
             if self._prelude:
                 self._enter(form)
+            if _THREAD.completes:
+                self._note_nested(form)
             number = self.window.take_number()
             operation = Operation(number, form, start, results, kept, value=value)
             self.window.add(operation)
@@ -230,16 +244,21 @@ class Communicator:
                 return
             if operation.state is State.COMPLETE:
                 return
-            self._answered(operation, form, given)
+            complete = self._answered(operation, form, given)
             self.changed.notify_all()
+        # What goes on from the future may wait for collectives, which wait for this recovery.
+        threading.Thread(target=complete, name="lightck-given", daemon=True).start()
 
     def resume(self, link: AnyLink) -> None:
         """Make the collectives that are not complete again on a new link, then all later ones.
 
         Raises:
-            CoordinationError: the input of one is not there any more, or it fails every time.
+            CoordinationError: the input of one is not there any more, it fails every time, or the
+                program does what cannot be repeated.
         """
         with self.changed:
+            if self.unfit:
+                raise CoordinationError(self.unfit)
             for operation in self.window.unfinished():
                 if operation.attempt >= MOST_ATTEMPTS:
                     form = operation.form
@@ -281,7 +300,7 @@ class Communicator:
             operation.completed()
             operation.future.set_exception(FailedCollective(self.ended))
         elif (answer := self._answers.pop(operation.number, None)) is not None:
-            self._answered(operation, *answer)
+            self._answered(operation, *answer)()
         elif self._link is None:
             operation.wait_for_link()
         else:
@@ -294,6 +313,11 @@ class Communicator:
     def _await_end(self, operation: Operation) -> None:
         """Have the other thread wait for the end of a collective; under the lock."""
         if operation.state is not State.FLYING:
+            return
+        if _THREAD.completes:
+            # This thread may be the other one, and wait for the collective.
+            name = "lightck-nested"
+            threading.Thread(target=self._finish, args=[operation], name=name, daemon=True).start()
             return
         self._begun.put(operation)
         if self._waiter is None:
@@ -346,21 +370,36 @@ class Communicator:
                 if self._link is not None:
                     self._suspect(why)
         if not why:
-            operation.future.set_result(operation.value)
+            _complete_future(operation)
 
-    def _answered(self, operation: Operation, form: Description, given: list[torch.Tensor]) -> None:
+    def _answered(
+        self, operation: Operation, form: Description, given: list[torch.Tensor]
+    ) -> Callable[[], None]:
+        """Take a given result, under the lock; return what completes the future, without it."""
         operation.completed()
         if form == operation.form:
             operation.take(given)
             self._complete(operation)
-            operation.future.set_result(operation.value)
-            return
+            return lambda: _complete_future(operation)
         why = (
             f"collective {operation.number} is {operation.form.kind} {operation.form.tensors} here"
             f" ({operation.form.site}), and was {form.kind} {form.tensors} on the other ranks"
             f" ({form.site}): the program does not begin where they are"
         )
-        operation.future.set_exception(FailedCollective(why))
+        return lambda: operation.future.set_exception(FailedCollective(why))
+
+    def _note_nested(self, form: Description) -> None:
+        """Note that what goes on from one future has made another collective; under the lock.
+
+        It comes on a thread of its own, beside the program's next ones: in another order on each
+        rank, so that no number names it.
+        """
+        if not self.unfit:
+            self.unfit = (
+                f"a callback of a collective's future, as of a comm hook, makes another collective"
+                f" ({form.kind} {form.tensors}), in no order that a replacement could keep"
+            )
+            self.changed.notify_all()
 
     def _complete(self, operation: Operation) -> None:
         """Note that a collective is complete; under the lock."""
@@ -386,6 +425,15 @@ class Communicator:
             self.window.go_on_from(found)
         for number in [n for n in self._answers if n < self.window.next]:
             del self._answers[number]
+
+
+def _complete_future(operation: Operation) -> None:
+    """Complete the future of a complete collective, and run what goes on from it; hold no lock."""
+    before, _THREAD.completes = _THREAD.completes, True
+    try:
+        operation.future.set_result(operation.value)
+    finally:
+        _THREAD.completes = before
 
 
 def flat(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

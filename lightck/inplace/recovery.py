@@ -95,12 +95,12 @@ class InPlaceRecovery:
     """Seconds that they took."""
     recovering: str = ""
     """The condition that the running recovery waits for; empty: none runs."""
+    off: str = ""
+    """The reason why in place is off, and all are restarted at the first loss; empty: it is on."""
     _newest: Generation = field(default_factory=Generation)
     _done: int = 0
     _opening: AnyLink | None = None
     _stopped: bool = False
-    _off: str = ""
-    """The reason why in place is off, and all are restarted at the first loss; empty: it is on."""
 
     # ---- threads -----------------------------------------------------------------------------
 
@@ -120,11 +120,17 @@ class InPlaceRecovery:
             self.replacement.restored = plan.step, plan.base
         self.communicator.changed.notify_all()
 
+    def tell_off(self, why: str) -> None:
+        """Say that in place is off, once in all, and turn it off."""
+        if not self.off:
+            event("in_place_off", logging.WARNING, why=why)
+            self.turn_off(why)
+
     def turn_off(self, why: str) -> None:
         """Recover from nothing: collectives go on, and all ranks restart at the first loss."""
         self.communicator.keep(recovers=False)
         with self.communicator.changed:
-            self._stopped, self._off = True, why
+            self._stopped, self.off = True, why
             self.communicator.changed.notify_all()
 
     def _watch(self) -> None:
@@ -161,9 +167,15 @@ class InPlaceRecovery:
         while True:
             with changed:
                 changed.wait_for(
-                    lambda: self._is_due() or bool(self.communicator.suspicion) or bool(self._off)
+                    lambda: (
+                        self._is_due()
+                        or bool(self.communicator.suspicion)
+                        or bool(self.off or self.communicator.unfit)
+                    )
                 )
-            if self._off:
+            if not self.off and self.communicator.unfit:
+                self.tell_off(self.communicator.unfit)
+            if self.off:
                 self._run_off()
                 return
             with changed:
@@ -194,13 +206,13 @@ class InPlaceRecovery:
         """Tell the agents to replace nobody, and end the open collectives at the first loss."""
         changed, communicator = self.communicator.changed, self.communicator
         try:
-            self.generations.refuse(self._off)
+            self.generations.refuse(self.off)
         except StoreError as error:
-            event("in_place_off", logging.WARNING, why=f"{self._off}; not told: {error}")
+            event("in_place_off", logging.WARNING, why=f"{self.off}; not told: {error}")
         with changed:
             changed.wait_for(lambda: self._is_due() or bool(communicator.suspicion))
             suspected = communicator.suspicion
-        communicator.end(f"{suspected or 'a rank was lost'}; in place is off: {self._off}")
+        communicator.end(f"{suspected or 'a rank was lost'}; in place is off: {self.off}")
 
     def _is_due(self) -> bool:
         return self._newest.number > self._done or bool(self.communicator.ended)
@@ -346,6 +358,8 @@ class _Recovering:
             raise _Newer
         if recovery.communicator.ended:
             raise _RestartAll(recovery.communicator.ended)
+        if why := recovery.off or recovery.communicator.unfit:
+            raise _RestartAll(f"in place is off: {why}")  # results are not kept any more
 
     def until(self, what: str, holds: Callable[[], bool], seconds: float | None = None) -> None:
         """Wait for a condition of this process.

@@ -161,7 +161,7 @@ class Worker:
         """Recover from now on: all ranks have attached, the hooks are in place."""
         communicator, recovery = self.communicator, self.recovery
         training = self._training
-        if training is None or self.communicator.ended:
+        if training is None or self.communicator.ended or recovery.off:
             return
         replacement = recovery.replacement
         if replacement is not None:
@@ -305,6 +305,12 @@ def closing() -> None:
 def replaces() -> bool:
     """Return what `Worker.replaces` does; False in a process that does not recover in place."""
     return WORKER is not None and WORKER.replaces()
+
+
+def turn_off(why: str) -> None:
+    """Turn recovery in place off, in words, in a process that has it."""
+    if WORKER is not None:
+        WORKER.recovery.tell_off(why)
 
 
 def stats() -> tuple[int, float, str]:

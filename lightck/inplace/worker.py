@@ -3,8 +3,9 @@
     python -m lightck.inplace.worker [-m] SCRIPT [ARGUMENTS]
 
 The only file that touches how torch.distributed makes its groups: one private function of it is
-wrapped, so that a gloo group of all ranks is lightck's. `tests/distributed/test_in_place_seams.py`
-fails by name where a new torch has another.
+wrapped, so that a gloo group of all ranks is lightck's. Another function is wrapped to notice what
+a replacement could not do again: comm hooks with a state of their own.
+`tests/distributed/test_in_place_seams.py` fails by name where a new torch has others.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import functools
 import logging
 import os
 import runpy
@@ -22,6 +24,7 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 from lightck.events import event
 from lightck.inplace import runtime
@@ -57,6 +60,26 @@ def install() -> None:
 
     helper.is_lightck = True  # type: ignore[attr-defined]
     _c10d._new_process_group_helper = helper
+    _watch_hooks()
+
+
+def _watch_hooks() -> None:
+    """Turn in place off at a comm hook with a state of its own: a replacement has it anew."""
+    of_ddp: Any = DistributedDataParallel
+    made = of_ddp.register_comm_hook
+
+    @functools.wraps(made)
+    def register_comm_hook(self: Any, state: object, hook: Any) -> None:
+        if state is not None and not isinstance(state, dist.ProcessGroup):
+            name = getattr(hook, "__qualname__", type(hook).__name__)
+            kind = type(state).__qualname__
+            runtime.turn_off(
+                f"the comm hook {name} has a state of its own ({kind}), and what that"
+                " holds no replacement has"
+            )
+        made(self, state, hook)
+
+    of_ddp.register_comm_hook = register_comm_hook
 
 
 def _world_size(size: int, ranks: Any) -> int:

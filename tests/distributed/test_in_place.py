@@ -328,7 +328,7 @@ def said(folder: Path, rank: int, what: str) -> list[str]:
 
 
 @pytest.mark.timeout(500)
-@pytest.mark.parametrize("kind", ["fsdp", "objects", "compiled"])
+@pytest.mark.parametrize("kind", ["fsdp", "objects", "compiled", "powersgd", "nested"])
 def test_a_training_gives_the_bits_that_it_gives_under_torchrun(tmp_path: Path, kind: str) -> None:
     trained(TORCHRUN, tmp_path / "torchrun", kind)
     trained(LIGHTCK, tmp_path / "lightck", kind)
@@ -338,11 +338,20 @@ def test_a_training_gives_the_bits_that_it_gives_under_torchrun(tmp_path: Path, 
         assert steps == said(tmp_path / "torchrun", rank, "step")
 
 
+OFF = {
+    "fsdp": "alike on all ranks",
+    "nested": "a callback of a collective's future",
+}
+
+
 @pytest.mark.timeout(500)
-def test_sharded_state_restarts_all_ranks_and_says_so(tmp_path: Path) -> None:
-    trained(LIGHTCK, tmp_path / "plain", "fsdp")
-    log = trained(LIGHTCK, tmp_path / "killed", "fsdp", "4")
-    assert "in_place_off" in log and "alike on all ranks" in log, log[-4000:]
+@pytest.mark.parametrize("kind", OFF)
+def test_what_cannot_be_repeated_turns_in_place_off_and_restarts_all_ranks_in_words(
+    tmp_path: Path, kind: str
+) -> None:
+    trained(LIGHTCK, tmp_path / "plain", kind)
+    log = trained(LIGHTCK, tmp_path / "killed", kind, "4")
+    assert "in_place_off" in log and OFF[kind] in log, log[-4000:]
     for rank in range(2):
         assert said(tmp_path / "killed", rank, "step") == said(tmp_path / "plain", rank, "step")
         assert len(said(tmp_path / "killed", rank, "pid")) == 2

@@ -19,16 +19,18 @@ import torch
 import torch.distributed as dist
 import torch.distributed.launcher.api as launcher
 import torch.distributed.run as torchrun
+from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 from torch.distributed.elastic.agent.server.api import SimpleElasticAgent, WorkerGroup
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, start_processes
 from torch.distributed.elastic.multiprocessing.api import SubprocessContext
+from torch.nn.parallel import DistributedDataParallel
 
 from lightck.cli import run
 from lightck.cli.output import Refusal
 from lightck.cli.run import SHARED_STORE
 from lightck.errors import CoordinationError
-from lightck.inplace import worker
+from lightck.inplace import runtime, worker
 from lightck.inplace.agent import Agent, ReplacingContext, WorkerProcess
 from lightck.inplace.communicator import Communicator
 from lightck.inplace.generations import RUN
@@ -199,6 +201,28 @@ def test_install_wraps_that_function_once() -> None:
 
     with ranks.started(1, train, initialized=False) as job:
         assert job.results() == [(True, True)]
+
+
+@pytest.mark.parametrize(
+    ("state", "off"), [(None, False), (dist.ProcessGroup, False), (object(), True)]
+)
+def test_a_comm_hook_with_a_state_of_its_own_turns_in_place_off(state: Any, off: bool) -> None:
+    def train(_: ranks.Me) -> list[str]:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        worker.install()
+        told: list[str] = []
+        runtime.turn_off = told.append
+        model = DistributedDataParallel(torch.nn.Linear(2, 1))
+        given = dist.group.WORLD if state is dist.ProcessGroup else state
+        model.register_comm_hook(given, noop_hook)
+        dist.destroy_process_group()
+        return told
+
+    assert parameters(DistributedDataParallel.register_comm_hook) == ["self", "state", "hook"]
+    with ranks.started(1, train, initialized=False) as job:
+        (told,) = job.results()
+    assert bool(told) == off
+    assert all("noop_hook has a state of its own" in each for each in told)
 
 
 PASSED_ON = (

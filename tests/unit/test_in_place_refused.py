@@ -102,6 +102,55 @@ def test_ddp_s_backward_raises_the_reason_and_takes_no_value_for_its_bucket(hook
     ending.join()
 
 
+def _twice(group: Group, begun: threading.Event) -> torch.futures.Future[Any]:
+    """Reduce, and reduce the result in a callback that waits for it."""
+
+    def again(future: torch.futures.Future[Any]) -> Any:
+        inner = group.allreduce(future.value()).get_future()
+        begun.set()
+        return inner.then(lambda each: each.value()[0]).wait()
+
+    work = group.allreduce([torch.ones(3)])
+    given: torch.futures.Future[Any] = work.get_future()
+    return given.then(again)
+
+
+def _ended(run: Any, *arguments: Any) -> None:
+    """Run on a thread that may hang, and wait for its end."""
+    thread = threading.Thread(target=run, args=arguments, daemon=True)
+    thread.start()
+    thread.join(60)
+    assert not thread.is_alive()
+
+
+def test_a_collective_in_a_callback_comes_to_its_end_and_none_is_made_again_from_then_on() -> None:
+    communicator = Communicator(0, 1)
+    communicator.resume(Link(_gloo()))
+    communicator.interrupt()
+    outer = _twice(Group(communicator, Inputs(1)), threading.Event())
+    communicator.resume(Link(_gloo()))  # not before the callback is there
+    _ended(outer.wait)
+    assert outer.value().tolist() == [1, 1, 1]
+    assert "a callback of a collective's future" in communicator.unfit
+    communicator.interrupt()
+    with pytest.raises(CoordinationError, match="a callback of a collective's future"):
+        communicator.resume(Link(_gloo()))
+    communicator.end(WHY)
+
+
+def test_a_given_result_whose_callback_waits_for_a_collective_does_not_hold_the_recovery() -> None:
+    communicator, begun = Communicator(0, 1), threading.Event()
+    outer = _twice(Group(communicator, Inputs(1)), begun)
+    (first,) = communicator.window.unfinished()
+    _ended(communicator.give, first.number, first.form, [torch.ones(3)])
+    assert begun.wait(60)
+    with pytest.raises(CoordinationError, match="a callback of a collective's future"):
+        communicator.resume(Link(_gloo()))
+    communicator.end(WHY)
+    with pytest.raises(RuntimeError, match=WHY):
+        outer.wait()
+
+
 @dataclass
 class Link:
     """Connections of one rank to nobody."""

@@ -3,8 +3,10 @@
     others.py KIND FOLDER STEPS [DEATH]
 
 KIND: `fsdp` (fully_shard), `objects` (object collectives around DDP), `compiled` (torch.compile of
-a DDP model). Each rank appends its losses and results to FOLDER/<rank>.said. With DEATH, rank 1
-kills itself once, in the forward behind that step; then, and only then, lightck is attached.
+a DDP model), `powersgd` and `nested` (comm hooks that make collectives in callbacks of others'
+futures, torch's with a state, and one without). Each rank appends its losses and results to
+FOLDER/<rank>.said. With DEATH, rank 1 kills itself once, in the forward behind that step; then, and
+only then, lightck is attached.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -36,7 +39,23 @@ def made(kind: str) -> Any:
                 fully_shard(layer, mesh=mesh)
         return fully_shard(net, mesh=mesh)
     wrapped = DistributedDataParallel(net)
+    if kind == "powersgd":
+        state = powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=2)
+        wrapped.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    if kind == "nested":
+        wrapped.register_comm_hook(None, averaged_in_callback)
     return torch.compile(wrapped, backend="aot_eager") if kind == "compiled" else wrapped
+
+
+def averaged_in_callback(_, bucket):  # type: ignore[no-untyped-def] # DDP checks annotations
+    """Reduce, and reduce once more when that is there."""
+
+    def again(future):  # type: ignore[no-untyped-def]
+        means = future.value()[0].div_(dist.get_world_size() ** 2)
+        work = dist.all_reduce(means, async_op=True)
+        return work.get_future().then(lambda each: each.value()[0]).wait()
+
+    return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(again)
 
 
 def exchanged(step: int) -> str:
