@@ -3,8 +3,9 @@
     python -m lightck.inplace.worker [-m] SCRIPT [ARGUMENTS]
 
 The only file that touches how torch.distributed makes its groups: one private function of it is
-wrapped, so that a gloo group of all ranks is lightck's. Another function is wrapped to notice what
-a replacement could not do again: comm hooks with a state of their own.
+wrapped, so that a gloo group of all ranks is lightck's; with another group in place is off. Another
+function is wrapped to notice what a replacement could not do again: comm hooks with a state of
+their own.
 `tests/distributed/test_in_place_seams.py` fails by name where a new torch has others.
 """
 
@@ -29,6 +30,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightck.events import event
 from lightck.inplace import runtime
 from lightck.inplace.generations import RUN
+from lightck.inplace.plan import MAX_NAMED
 
 BACKEND = "lightck"
 _c10d: Any = dist.distributed_c10d
@@ -47,9 +49,12 @@ def install() -> None:
         if not ranks and RUN in os.environ:
             # Torchrun's store outlives a restart of all ranks: each start needs keys of its own.
             store = _c10d.PrefixStore(f"run/{os.environ[RUN]}", store)
-        ours = _is_gloo(str(backend)) and len(ranks) in (0, _world_size(size, ranks))
-        if not ours:
-            if not ranks and size > 1:
+        # In another order its ranks would have other numbers than the communicator's.
+        every = not ranks or [*ranks] == [*range(_world_size(size, ranks))]
+        if not (every and _is_gloo(str(backend))):
+            if ranks and size > 1:
+                runtime.turn_off(_why_off(ranks, str(backend)))
+            elif not ranks and size > 1:
                 why = f"the default process group is {backend}: only gloo recovers in place"
                 event("in_place_off", logging.WARNING, why=why)
             return made(size, rank, ranks, backend, store, *more, **named)
@@ -80,6 +85,14 @@ def _watch_hooks() -> None:
         made(self, state, hook)
 
     of_ddp.register_comm_hook = register_comm_hook
+
+
+def _why_off(ranks: Sequence[int], backend: str) -> str:
+    named = ", ".join(map(str, ranks[:MAX_NAMED])) + (", ..." if len(ranks) > MAX_NAMED else "")
+    return (
+        f"a process group of rank(s) {named} ({backend}) beside that of all: who is replaced would"
+        " make it anew, and the others would not"
+    )
 
 
 def _world_size(size: int, ranks: Any) -> int:

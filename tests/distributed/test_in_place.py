@@ -308,12 +308,18 @@ LIGHTCK = ["lightck.cli", "run"]
 OTHER_STEPS = 6
 
 
+def ranks_of(kind: str) -> int:
+    """Return the number of ranks of a training."""
+    return 3 if kind == "groups" else 2
+
+
 def trained(command: list[str], folder: Path, kind: str, *death: str) -> str:
-    """Run two ranks to their end; return the log."""
+    """Run all ranks to their end; return the log."""
     folder.mkdir()
+    world = ranks_of(kind)
     done = subprocess.run(
-        [sys.executable, "-m", *command, "--standalone", "--nproc-per-node=2", "--max-restarts=3",
-         str(OTHERS), kind, str(folder), str(OTHER_STEPS), *death],
+        [sys.executable, "-m", *command, "--standalone", f"--nproc-per-node={world}",
+         "--max-restarts=3", str(OTHERS), kind, str(folder), str(OTHER_STEPS), *death],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=200,
     )  # fmt: skip
@@ -341,6 +347,7 @@ def test_a_training_gives_the_bits_that_it_gives_under_torchrun(tmp_path: Path, 
 OFF = {
     "fsdp": "alike on all ranks",
     "nested": "a callback of a collective's future",
+    "groups": "a process group of rank(s) 0, 1",
 }
 
 
@@ -352,6 +359,6 @@ def test_what_cannot_be_repeated_turns_in_place_off_and_restarts_all_ranks_in_wo
     trained(LIGHTCK, tmp_path / "plain", kind)
     log = trained(LIGHTCK, tmp_path / "killed", kind, "4")
     assert "in_place_off" in log and OFF[kind] in log, log[-4000:]
-    for rank in range(2):
+    for rank in range(ranks_of(kind)):
         assert said(tmp_path / "killed", rank, "step") == said(tmp_path / "plain", rank, "step")
         assert len(said(tmp_path / "killed", rank, "pid")) == 2

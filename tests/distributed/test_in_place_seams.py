@@ -204,6 +204,29 @@ def test_install_wraps_that_function_once() -> None:
 
 
 @pytest.mark.parametrize(
+    ("given", "off"),
+    [([0, 1], True), ([0, 2], True), ([3, 2, 1, 0], True), ([0], False), ([0, 1, 2, 3], True)],
+)
+def test_a_group_that_is_not_lightck_s_turns_in_place_off(given: list[int], off: bool) -> None:
+    """One rank alone lacks nobody; here a group of all in order is of another back end."""
+
+    def train(_: ranks.Me) -> list[str]:
+        worker.install()
+        told: list[str] = []
+        runtime.turn_off = told.append
+        store, named = dist.HashStore(), {"timeout": timedelta(seconds=30)}
+        dist.init_process_group("fake", store=store, rank=0, world_size=4)
+        place = given.index(0)
+        c10d._new_process_group_helper(len(given), place, given, "fake", store, "seam", **named)
+        return told
+
+    with ranks.started(1, train, initialized=False) as job:
+        (told,) = job.results()
+    named = ", ".join(map(str, given))
+    assert [f"a process group of rank(s) {named} (fake)" in each for each in told] == [True] * off
+
+
+@pytest.mark.parametrize(
     ("state", "off"), [(None, False), (dist.ProcessGroup, False), (object(), True)]
 )
 def test_a_comm_hook_with_a_state_of_its_own_turns_in_place_off(state: Any, off: bool) -> None:

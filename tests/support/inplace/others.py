@@ -4,7 +4,8 @@
 
 KIND: `fsdp` (fully_shard), `objects` (object collectives around DDP), `compiled` (torch.compile of
 a DDP model), `powersgd` and `nested` (comm hooks that make collectives in callbacks of others'
-futures, torch's with a state, and one without). Each rank appends its losses and results to
+futures, torch's with a state, and one without), `groups` (behind each step one of them reduces in
+a group of some ranks). Each rank appends its losses and results to
 FOLDER/<rank>.said. With DEATH, rank 1 kills itself once, in the forward behind that step; then, and
 only then, lightck is attached.
 """
@@ -78,6 +79,7 @@ def main(kind: str, folder: Path, steps: int, death: int | None) -> None:
     first = not path.exists()
     said = path.open("a", buffering=1)
     print("pid", os.getpid(), file=said)
+    some = dist.new_group([0, 1]) if kind == "groups" else None
     model = made(kind)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     run: Any = nullcontext()
@@ -97,6 +99,10 @@ def main(kind: str, folder: Path, steps: int, death: int | None) -> None:
             optimizer.zero_grad()
             step += 1
             more = exchanged(step) if kind == "objects" else ""
+            if kind == "groups" and rank < 2:
+                shared = loss.detach().clone()
+                dist.all_reduce(shared, group=some)
+                more = float(shared).hex()
             print("step", step, float(loss.detach()).hex(), more, file=said)
     dist.barrier()  # no rank leaves while another still receives
     dist.destroy_process_group()
