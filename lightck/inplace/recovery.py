@@ -428,13 +428,24 @@ class _Recovering:
         return self._plan(roster, gone)
 
     def _has_come_to(self, step: int) -> bool:
-        """Tell whether the training thread waits for the recovery, or can go on without it."""
+        """Tell whether the training thread waits for the recovery, or can go on without it.
+
+        Raises:
+            _RestartAll: it waits amid the updates of the step, in what is made again only later.
+        """
         communicator, training = self.recovery.communicator, self.recovery.training
         assert training is not None
         if training.left:
             return True
         window = communicator.window
         if training.step < step:
+            # All that came before the step's commit is complete: these came behind it.
+            if (waiting := window.unfinished()) and training.stands():
+                raise _RestartAll(
+                    f"rank {self.rank} waits in {waiting[0].form.kind} ({waiting[0].form.site})"
+                    f" between the first update of step {step} and that step's end, so that no"
+                    " step can be saved"
+                )
             return False
         if step in window.starts:
             return True

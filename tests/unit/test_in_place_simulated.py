@@ -67,6 +67,14 @@ def test_without_the_step_before_that_is_a_restart_in_words() -> None:
     assert errors(job.ranks.values()) or same(job, undisturbed(3, STEPS, metric=True))
 
 
+def test_a_loss_between_two_updates_of_a_step_is_a_restart_in_words_and_no_wait() -> None:
+    assert same(finished(Job(3, STEPS, seed=5, second=True)), undisturbed(3, STEPS))
+    job = Job(3, STEPS, seed=5, losses={0: ("second", 4, 1)}, second=True)
+    job.run()  # fails if no rank ends before a recovery is given up
+    why = "between the first update of step 5 and that step's end"
+    assert any(why in each for each in errors(job.ranks.values()))
+
+
 @pytest.mark.parametrize("point", ["forward", "bucket 1", "update", "end"])
 def test_a_loop_that_begins_with_a_collective_is_entered_there(point: str) -> None:
     golden = undisturbed(3, STEPS, top=True)

@@ -5,9 +5,9 @@
 KIND: `fsdp` (fully_shard), `objects` (object collectives around DDP), `compiled` (torch.compile of
 a DDP model), `powersgd` and `nested` (comm hooks that make collectives in callbacks of others'
 futures, torch's with a state, and one without), `groups` (behind each step one of them reduces in
-a group of some ranks). Each rank appends its losses and results to
-FOLDER/<rank>.said. With DEATH, rank 1 kills itself once, in the forward behind that step; then, and
-only then, lightck is attached.
+a group of some ranks), `two` (two models, each with an update in each step). Each rank appends its
+losses and results to FOLDER/<rank>.said. With DEATH, rank 1 kills itself once, in the last model's
+forward behind that step; then, and only then, lightck is attached.
 """
 
 from __future__ import annotations
@@ -39,6 +39,10 @@ def made(kind: str) -> Any:
             if isinstance(layer, nn.Linear):
                 fully_shard(layer, mesh=mesh)
         return fully_shard(net, mesh=mesh)
+    if kind == "two":
+        return nn.ModuleList(
+            [DistributedDataParallel(net), DistributedDataParallel(nn.Linear(8, 1))]
+        )
     wrapped = DistributedDataParallel(net)
     if kind == "powersgd":
         state = powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=2)
@@ -81,22 +85,26 @@ def main(kind: str, folder: Path, steps: int, death: int | None) -> None:
     print("pid", os.getpid(), file=said)
     some = dist.new_group([0, 1]) if kind == "groups" else None
     model = made(kind)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    parts = [*model] if kind == "two" else [model]
+    optimizers = [torch.optim.AdamW(each.parameters(), lr=0.01) for each in parts]
     run: Any = nullcontext()
     if death is not None:
-        lightck.restore(model, optimizer, folder / "regions")
-        run = lightck.attach(model, optimizer, folder / "regions")
+        lightck.restore(model, optimizers, folder / "regions")
+        run = lightck.attach(model, optimizers, folder / "regions")
     with run as handle:
         step = 0 if handle is None else handle.step
         while step < steps:
             generator = torch.Generator().manual_seed(100 * step + rank)
             x = torch.randn(4, 8, generator=generator)
-            if step == death and rank == 1 and first:
-                os.kill(os.getpid(), signal.SIGKILL)
-            loss = model(x).square().mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            for part, optimizer in zip(parts, optimizers, strict=True):
+                if part is not parts[0]:
+                    dist.barrier()  # all are behind the first update then
+                if step == death and rank == 1 and first and part is parts[-1]:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                loss = part(x).square().mean()
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
             step += 1
             more = exchanged(step) if kind == "objects" else ""
             if kind == "groups" and rank < 2:

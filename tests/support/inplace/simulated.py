@@ -323,6 +323,10 @@ class Rank:
             self.point("fence")
             self.communicator.commit(self.step + 1)
             self.point("update")
+            if self.job.second:  # as of a second optimizer
+                self.communicator.wait(self._reduce(torch.ones(1), "second"))
+                self.point("second")  # nobody is before the commit now
+                self.communicator.wait(self._reduce(torch.ones(1), "third"))
             for bucket in buckets:
                 self.state = self.state * 0.5 + bucket
             self.step += 1
@@ -354,6 +358,8 @@ class Job:
     """For the n-th loss the point, the step and the rank at which it happens."""
     metric: bool = False
     top: bool = False
+    second: bool = False
+    """True if each step has collectives behind its first update."""
     every: bool = True
     """True if every step is whole in a region."""
     store: Store = field(default_factory=Store)
