@@ -73,8 +73,8 @@ FOREIGN: dict[str, tuple[str, str]] = {
     "lightck/failure/triggers.py": ("excepthook", "Python's"),
     "lightck/inplace/agent.py": ("__class__ agent proc id", "of torch elastic's workers"),
     "lightck/inplace/worker.py": (
-        "is_lightck _new_process_group_helper register_comm_hook argv",
-        "torch's maker of groups, DDP's hooks; the script's arguments",
+        "is_lightck _new_process_group_helper register_comm_hook __init__ argv",
+        "torch's maker of groups, DDP's hooks, its join; the script's arguments",
     ),
     "lightck/integrations/accelerate.py": ("initial_seed generator sampler", "a loader's samplers"),
     "lightck/integrations/lightning.py": (

@@ -103,6 +103,8 @@ class Communicator:
     """Why what the program does cannot be repeated, noticed as it does it; empty: nothing seen."""
     suspicion: str = ""
     """The error of a collective while no generation has begun for it; empty: none."""
+    commits: bool = True
+    """False where ranks make different numbers of updates: `commit` returns at once."""
     _link: AnyLink | None = None
     _answers: dict[int, tuple[Description, list[torch.Tensor]]] = field(default_factory=dict)
     _prelude: dict[int, Description] = field(default_factory=dict)
@@ -179,6 +181,8 @@ class Communicator:
         One collective of one number, after all that were issued before are complete. So where any
         rank has passed it, every rank has all that came before, whatever happens now.
         """
+        if not self.commits:
+            return
         for operation in self.window.unfinished():
             operation.future.wait()
         token = torch.zeros(1)
@@ -198,6 +202,11 @@ class Communicator:
         """Keep from now on what a recovery needs, or nothing any more."""
         with self.changed:
             self.recovers, self._most = recovers, 0
+
+    def stop_commits(self) -> None:
+        """Commit no iteration from now on; every rank has to, between the same two of them."""
+        with self.changed:
+            self.commits = False
 
     def interrupt(self) -> None:
         """Break the link: from now on collectives wait. Returns at once."""

@@ -307,10 +307,18 @@ def replaces() -> bool:
     return WORKER is not None and WORKER.replaces()
 
 
-def turn_off(why: str) -> None:
-    """Turn recovery in place off, in words, in a process that has it."""
+def turn_off(why: str, *, commits: bool = True) -> None:
+    """Turn recovery in place off, in words, in a process that has it.
+
+    Args:
+        why: the reason.
+        commits: False if iterations are not committed, either, from here on. All ranks have to come
+            here, between the same two updates.
+    """
     if WORKER is not None:
         WORKER.recovery.tell_off(why)
+        if not commits:
+            WORKER.communicator.stop_commits()
 
 
 def stats() -> tuple[int, float, str]:

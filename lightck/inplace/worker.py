@@ -3,9 +3,9 @@
     python -m lightck.inplace.worker [-m] SCRIPT [ARGUMENTS]
 
 The only file that touches how torch.distributed makes its groups: one private function of it is
-wrapped, so that a gloo group of all ranks is lightck's; with another group in place is off. Another
-function is wrapped to notice what a replacement could not do again: comm hooks with a state of
-their own.
+wrapped, so that a gloo group of all ranks is lightck's; with another group in place is off. Two
+functions are wrapped to notice what a replacement could not do again: comm hooks with a state of
+their own, and uneven inputs.
 `tests/distributed/test_in_place_seams.py` fails by name where a new torch has others.
 """
 
@@ -25,6 +25,7 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
 from lightck.events import event
@@ -66,6 +67,7 @@ def install() -> None:
     helper.is_lightck = True  # type: ignore[attr-defined]
     _c10d._new_process_group_helper = helper
     _watch_hooks()
+    _watch_joins()
 
 
 def _watch_hooks() -> None:
@@ -85,6 +87,24 @@ def _watch_hooks() -> None:
         made(self, state, hook)
 
     of_ddp.register_comm_hook = register_comm_hook
+
+
+def _watch_joins() -> None:
+    """Turn in place off where ranks may run out of inputs: who has makes none of lightck's commits.
+
+    Those would be taken for the reductions by which the others say that they go on.
+    """
+    of_join: Any = Join
+    made = of_join.__init__
+
+    @functools.wraps(made)
+    def init(self: Any, joinables: Any, enable: bool = True, *more: Any, **named: Any) -> None:
+        if enable:
+            why = "join(): a rank that has run out of inputs makes no updates with the others"
+            runtime.turn_off(why, commits=False)
+        made(self, joinables, enable, *more, **named)
+
+    of_join.__init__ = init
 
 
 def _why_off(ranks: Sequence[int], backend: str) -> str:

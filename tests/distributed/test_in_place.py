@@ -334,7 +334,7 @@ def said(folder: Path, rank: int, what: str) -> list[str]:
 
 
 @pytest.mark.timeout(500)
-@pytest.mark.parametrize("kind", ["fsdp", "objects", "compiled", "powersgd", "nested"])
+@pytest.mark.parametrize("kind", ["fsdp", "objects", "compiled", "powersgd", "nested", "join"])
 def test_a_training_gives_the_bits_that_it_gives_under_torchrun(tmp_path: Path, kind: str) -> None:
     trained(TORCHRUN, tmp_path / "torchrun", kind)
     trained(LIGHTCK, tmp_path / "lightck", kind)

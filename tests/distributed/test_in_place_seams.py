@@ -20,6 +20,7 @@ import torch.distributed as dist
 import torch.distributed.launcher.api as launcher
 import torch.distributed.run as torchrun
 from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
+from torch.distributed.algorithms.join import Join
 from torch.distributed.elastic.agent.server.api import SimpleElasticAgent, WorkerGroup
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, start_processes
@@ -246,6 +247,25 @@ def test_a_comm_hook_with_a_state_of_its_own_turns_in_place_off(state: Any, off:
         (told,) = job.results()
     assert bool(told) == off
     assert all("noop_hook has a state of its own" in each for each in told)
+
+
+@pytest.mark.parametrize("enable", [True, False])
+def test_a_join_of_uneven_inputs_turns_in_place_and_its_commits_off(enable: bool) -> None:
+    def train(_: ranks.Me) -> list[Any]:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        worker.install()
+        told: list[Any] = []
+        runtime.turn_off = lambda why, commits: told.append((why, commits))
+        model = DistributedDataParallel(torch.nn.Linear(2, 1))
+        with model.join(enable=enable):
+            assert len(told) == enable
+        dist.destroy_process_group()
+        return told
+
+    assert parameters(Join.__init__)[:3] == ["self", "joinables", "enable"]
+    with ranks.started(1, train, initialized=False) as job:
+        (told,) = job.results()
+    assert [("join()" in why, commits) for why, commits in told] == [(True, False)] * enable
 
 
 PASSED_ON = (

@@ -4,10 +4,11 @@
 
 KIND: `fsdp` (fully_shard), `objects` (object collectives around DDP), `compiled` (torch.compile of
 a DDP model), `powersgd` and `nested` (comm hooks that make collectives in callbacks of others'
-futures, torch's with a state, and one without), `groups` (behind each step one of them reduces in
-a group of some ranks), `two` (two models, each with an update in each step). Each rank appends its
-losses and results to FOLDER/<rank>.said. With DEATH, rank 1 kills itself once, in the last model's
-forward behind that step; then, and only then, lightck is attached.
+futures, torch's with a state, and one without), `groups` (behind each step one of them reduces in a
+group of some ranks), `two` (two models, each with an update in each step), `join` (in the first
+half rank 1 has fewer inputs than rank 0, in the second it is the other way round). Each rank
+appends its losses and results to FOLDER/<rank>.said. With DEATH, rank 1 kills itself once, in the
+last model's forward behind that step. Lightck is attached then, and with `join`.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -86,14 +87,21 @@ def main(kind: str, folder: Path, steps: int, death: int | None) -> None:
     some = dist.new_group([0, 1]) if kind == "groups" else None
     model = made(kind)
     parts = [*model] if kind == "two" else [model]
-    optimizers = [torch.optim.AdamW(each.parameters(), lr=0.01) for each in parts]
+    # Behind a join the ranks' parameters are the same again, but not what AdamW has of them.
+    made_of: Any = torch.optim.SGD if kind == "join" else torch.optim.AdamW
+    optimizers = [made_of(each.parameters(), lr=0.01) for each in parts]
     run: Any = nullcontext()
-    if death is not None:
+    if death is not None or kind == "join":
         lightck.restore(model, optimizers, folder / "regions")
-        run = lightck.attach(model, optimizers, folder / "regions")
+        policy = 1000 if kind == "join" else "auto"
+        run = lightck.attach(model, optimizers, folder / "regions", policy=policy)
     with run as handle:
         step = 0 if handle is None else handle.step
+        uneven = ExitStack()
         while step < steps:
+            if kind == "join" and step in (0, 2 if rank else steps - 2):
+                uneven.close()  # waits for the other rank
+                uneven.enter_context(model.join())
             generator = torch.Generator().manual_seed(100 * step + rank)
             x = torch.randn(4, 8, generator=generator)
             for part, optimizer in zip(parts, optimizers, strict=True):
@@ -112,6 +120,7 @@ def main(kind: str, folder: Path, steps: int, death: int | None) -> None:
                 dist.all_reduce(shared, group=some)
                 more = float(shared).hex()
             print("step", step, float(loss.detach()).hex(), more, file=said)
+        uneven.close()
     dist.barrier()  # no rank leaves while another still receives
     dist.destroy_process_group()
     # Torch 2.13 may hang at the exit: DDP's reducer is freed under Python's lock, joins gloo's
