@@ -416,7 +416,9 @@ class Communicator:
         if operation.commits:
             # Here and not where training waits: a recovery counts it before training goes on.
             self.window.note_commit(operation.commits)
-        if not self.recovers and not self.window.keeps(operation, self._most):
+        if self.recovers:
+            operation.seal()
+        elif not self.window.keeps(operation, self._most):
             self.window.forget(operation.number)
 
     def _suspect(self, why: str) -> None:

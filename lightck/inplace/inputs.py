@@ -47,6 +47,10 @@ class CopiedInput:
             self.give_back(self.copies)
             self.copies = []
 
+    def is_hidden(self) -> bool:
+        """Tell that the program has the tensors."""
+        return False
+
 
 @dataclass(frozen=True)
 class BucketInput:
@@ -55,6 +59,7 @@ class BucketInput:
     bucket: torch.Tensor
     parameters: Sequence[nn.Parameter]
     factor: float
+    module: DistributedDataParallel
 
     def put_back(self) -> bool:
         """Fill the bucket from the gradients again; False if they do not fit it."""
@@ -67,6 +72,13 @@ class BucketInput:
 
     def release(self) -> None:
         """Nothing is kept."""
+
+    def is_hidden(self) -> bool:
+        """Tell whether DDP alone has the bucket: apart from the gradients, and given to no hook.
+
+        DDP's own writes into it move its version counter.
+        """
+        return not getattr(self.module, "_comm_hooks", True)
 
 
 def refilled(parameters: Sequence[nn.Parameter], factor: float) -> torch.Tensor | None:
@@ -124,7 +136,7 @@ class Inputs:
                 parameters = reduced_parameters(module)
                 for members in buckets:
                     chosen = [parameters[i] for i in members]
-                    proof = BucketInput(bucket, chosen, 1.0 / self.world)
+                    proof = BucketInput(bucket, chosen, 1.0 / self.world, module)
                     if _gives(proof):
                         self._proved[key] = proof
                         self._free.clear()

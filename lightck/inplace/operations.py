@@ -4,7 +4,7 @@ A program makes its collectives in the same order on every rank, so that a numbe
 of them. Of each the window keeps what a recovery may need: how to make it, its input where the
 collective overwrites that, and the tensors that hold its result. They are references; only results
 of at most `SMALL_BYTES` are copied, since loops change these in place (`loss /= world`). What was
-changed since is found by its version counter, and never given.
+changed since is found by its version counter and a checksum, and never given.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch.futures import Future
 
 from lightck.errors import CoordinationError
 from lightck.inplace.plan import Description
+from lightck.region.native_region import crc32c_at
 
 SMALL_BYTES = 64 << 10
 """Bytes up to which inputs and results are copied: a loop may change them at once."""
@@ -64,6 +65,10 @@ class KeptInput(Protocol):
         """Give up what is kept: the collective is complete. Idempotent."""
         ...
 
+    def is_hidden(self) -> bool:
+        """Tell whether torch alone changes the tensors, in sight of the version counter."""
+        ...
+
 
 class Unspoiled:
     """The input of a collective that does not overwrite it."""
@@ -74,6 +79,10 @@ class Unspoiled:
 
     def release(self) -> None:
         """Nothing is kept."""
+
+    def is_hidden(self) -> bool:
+        """Tell that the program has the tensors: `.data` and gloo move no version counter."""
+        return False
 
 
 UNSPOILED = Unspoiled()
@@ -116,6 +125,8 @@ class Operation:
     """The step that it commits; 0: it is one of the program's."""
     _versions: tuple[int, ...] = ()
     _copies: list[torch.Tensor] | None = None
+    _digest: int | None = None
+    """Checksum of a large result that the program can reach; None: not taken."""
 
     def wait_for_link(self) -> None:
         """Note that there is no link to begin it on."""
@@ -144,12 +155,23 @@ class Operation:
         else:
             self._versions = tuple(each._version for each in self.results)
 
+    def seal(self) -> None:
+        """Take what later changes of a large result are found by, before anything can change it."""
+        if self._copies is None and not self.kept.is_hidden():
+            self._digest = _digest(self.results)
+
     @property
     def is_intact(self) -> bool:
-        """Tell whether the result of this complete collective is still there."""
-        return self._copies is not None or self._versions == tuple(
-            each._version for each in self.results
-        )
+        """Tell whether the result of this complete collective is still there; slow if it is large.
+
+        `p.grad.data /= world` moves another counter than that of `p.grad`, and gloo moves none when
+        it writes the next result into the same memory: there only the checksum tells.
+        """
+        if self._copies is not None:
+            return True
+        if self._versions != tuple(each._version for each in self.results):
+            return False
+        return self.kept.is_hidden() or self._digest == _digest(self.results)
 
     def result(self) -> list[torch.Tensor]:
         """Return the tensors to give to who lacks them; check `is_intact` before and after."""
@@ -164,6 +186,15 @@ class Operation:
 
 def _bytes(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
+
+
+def _digest(tensors: Sequence[torch.Tensor]) -> int:
+    """Return the CRC32C of the tensors' bytes, one after the other."""
+    crc = 0
+    for each in tensors:
+        place = each.detach().cpu().contiguous()
+        crc = crc32c_at(place.data_ptr(), _bytes(place), crc)
+    return crc
 
 
 def described(tensors: Sequence[torch.Tensor]) -> tuple[tuple[str, tuple[int, ...]], ...]:

@@ -170,6 +170,11 @@ REFUSALS: dict[str, tuple[Sequence[str], Sequence[Fault], str]] = {
         [Fault("kill", AT, "backward", 1)],
         "was changed before every rank had it",
     ),
+    "spoiled out of sight": (
+        ("hidden",),
+        [Fault("kill", AT, "backward", 1)],
+        "was changed before every rank had it",
+    ),
     "transfers": (
         ("send",),
         [Fault("kill", AT, "backward", 1)],

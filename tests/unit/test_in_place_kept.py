@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
+from lightck.distributed.ddp_buckets import in_use
+from lightck.inplace import inputs
 from lightck.inplace.communicator import Communicator
-from lightck.inplace.operations import described
+from lightck.inplace.group import Group
+from lightck.inplace.inputs import BucketInput, Inputs
+from lightck.inplace.operations import Operation, described
 from lightck.inplace.plan import Description
 from support.inplace.simulated import Switch
 
@@ -52,6 +61,70 @@ def test_while_ranks_recover_everything_is_kept(communicator: Communicator) -> N
 def test_where_in_place_is_off_nothing_is_kept(communicator: Communicator) -> None:
     communicator.keep(recovers=False)
     assert kept(communicator, 100_000, 3) == kept(communicator, 1, 3) == 0
+
+
+CHANGES: dict[str, Callable[[torch.Tensor], Any]] = {
+    "by .data": lambda result: result.data.div_(2),
+    "as gloo writes": lambda result: result.numpy().fill(7),
+    "in sight": lambda result: result.div_(2),
+}
+
+
+@pytest.mark.parametrize("values", [4, 100_000])
+@pytest.mark.parametrize("how", CHANGES)
+def test_no_result_that_was_changed_is_given_whatever_its_version_counter_says(
+    communicator: Communicator, how: str, values: int
+) -> None:
+    communicator.keep(recovers=True)
+    assert kept(communicator, values, 1) == 1
+    operation = next(iter(communicator.window))
+    assert operation.is_intact
+    CHANGES[how](operation.results[0])
+    if operation.is_intact:
+        assert operation.result()[0].eq(1).all()
+    else:
+        assert values > 4
+
+
+def _hook(group, bucket):  # type: ignore[no-untyped-def] # DDP checks annotations
+    """Reduce as DDP itself does."""
+    work = group.allreduce([bucket.buffer()])
+    return work.get_future().then(lambda future: future.value()[0])
+
+
+@pytest.mark.parametrize("hook", [None, _hook])
+def test_ddp_s_own_buckets_need_no_checksum_and_those_that_a_hook_has_do(
+    monkeypatch: pytest.MonkeyPatch, hook: Any
+) -> None:
+    communicator = Communicator(0, 1)
+    gloo: Any = dist.ProcessGroupGloo
+    backend = gloo(dist.HashStore(), 0, 1, timedelta(seconds=30))
+    link: Any = SimpleNamespace(backend=backend, cut=lambda: None)
+    communicator.keep(recovers=True)
+    communicator.resume(link)
+    keeper = Inputs(1)
+    group = Group(communicator, keeper)
+    model = DistributedDataParallel(torch.nn.Linear(300, 300), process_group=group)
+    if hook is not None:
+        model.register_comm_hook(group, hook)
+
+    def reduced() -> Operation:
+        model(torch.ones(1, 300)).sum().backward()
+        return [o for o in communicator.window if o.form.kind == "allreduce SUM"][-1]
+
+    reduced(), reduced()
+    known = in_use(model)  # they are rebuilt
+    monkeypatch.setattr(inputs, "known_buckets", lambda _: known)
+    keeper.models.append(model)
+    second = reduced()
+    assert isinstance(second.kept, BucketInput)
+    assert (second._digest is None) == (hook is None)
+    assert second.is_intact
+    third = reduced()
+    assert third.results[0].data_ptr() == second.results[0].data_ptr()
+    assert not second.is_intact
+    assert third.is_intact
+    communicator.end("the test is over")
 
 
 @pytest.mark.parametrize("broken", [False, True])

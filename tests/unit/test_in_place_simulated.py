@@ -82,6 +82,20 @@ def test_a_loop_that_begins_with_a_collective_is_entered_there(point: str) -> No
     assert same(job, golden)
 
 
+@pytest.mark.parametrize("point", ["bucket 0", "bucket 1", "fence"])
+def test_a_sum_that_every_rank_divides_itself_is_never_divided_twice(point: str) -> None:
+    golden = undisturbed(2, STEPS, divides=True)
+    job = Job(2, STEPS, seed=3, losses={0: (point, 4, 1)}, divides=True)
+    job.run()
+    gone = errors(job.ranks.values())
+    if operations.SMALL_BYTES > 16:
+        assert gone == []
+    if gone:
+        assert "was changed before every rank had it" in str(gone)
+    else:
+        assert same(job, golden)
+
+
 @pytest.mark.parametrize("second", ["restore", "forward", "bucket 0"])
 def test_a_replacement_that_is_lost_itself_is_replaced(second: str) -> None:
     golden = undisturbed(3, STEPS)

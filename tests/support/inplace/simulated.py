@@ -317,6 +317,9 @@ class Rank:
             flying = []
             for part, bucket in enumerate(buckets):
                 flying.append(self._reduce(bucket, f"bucket {part}"))
+                if self.job.divides:  # at once, and out of the version counter's sight
+                    self.communicator.wait(flying[-1])
+                    bucket.data /= self.job.world
                 self.point(f"bucket {part}")
             for each in flying:
                 each.future.wait()  # as DDP does; the others are waited for as programs do
@@ -360,6 +363,8 @@ class Job:
     top: bool = False
     second: bool = False
     """True if each step has collectives behind its first update."""
+    divides: bool = False
+    """True if each bucket's sum is divided by the program."""
     every: bool = True
     """True if every step is whole in a region."""
     store: Store = field(default_factory=Store)

@@ -18,6 +18,7 @@ end it writes FOLDER/<rank>.state. Options, of which any may be combined:
     eval        an evaluation with a collective behind every third step
     gather      between forward and backward tensors are gathered on rank 0
     spoil       between forward and backward a large result is changed in place right away
+    hidden      the same out of the version counter's sight
     send        before each step rank 0 sends to rank 1
     draws       before each forward each rank draws another number of random numbers
     leaves      when all have left the training rank 1 is killed, once, and the others reduce
@@ -118,10 +119,10 @@ class Loop:
         if "gather" in self.options:
             rows = [torch.zeros(1) for _ in range(self.world)] if self.rank == 0 else None
             dist.gather(torch.ones(1), rows)
-        if "spoil" in self.options:
+        if "spoil" in self.options or "hidden" in self.options:
             large = torch.ones(50_000)
             dist.all_reduce(large)
-            large.mul_(0.0)
+            (large.data if "hidden" in self.options else large).mul_(0.0)
 
     def behind(self, step: int) -> None:
         """Do what comes behind a step."""
