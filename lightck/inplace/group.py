@@ -25,7 +25,7 @@ from torch.futures import Future
 from lightck.errors import CoordinationError
 from lightck.inplace.communicator import Communicator
 from lightck.inplace.operations import NOT_KEPT, UNSPOILED, KeptInput, Operation, described
-from lightck.inplace.plan import Description
+from lightck.inplace.plan import SPARSE, Description
 from lightck.loop.hooks import untraced
 
 _torch: Any = torch._C._distributed_c10d
@@ -167,7 +167,7 @@ class Group(_ProcessGroup):  # type: ignore[misc] # torch's own names say less t
         reduces = _listed(tensors)
         opts = _options(opts, _torch.AllreduceOptions)
         return self._run(
-            f"allreduce {_operator(opts)}",
+            f"allreduce {_operator(opts)}{_sparse(reduces)}",
             reduces,
             lambda backend: backend.allreduce(reduces, opts),
             kept=self._kept(reduces),
@@ -353,6 +353,10 @@ def _listed(tensors: Any) -> list[torch.Tensor]:
 
 def _flat(rows: Any) -> list[torch.Tensor]:
     return [each for row in rows for each in row]
+
+
+def _sparse(tensors: Sequence[torch.Tensor]) -> str:
+    return SPARSE if any(each.layout != torch.strided for each in tensors) else ""
 
 
 def _options(opts: Any, kind: Any) -> Any:

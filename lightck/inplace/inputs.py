@@ -114,10 +114,10 @@ class Inputs:
 
     def keep(self, tensors: Sequence[torch.Tensor]) -> KeptInput:
         """Keep the values of these tensors until their collective is complete."""
+        if any(each.layout != torch.strided for each in tensors):
+            return UNSPOILED  # sparse gradients: gloo makes new tensors, and copies them at the end
         if len(tensors) == 1 and (proved := self._proved.get(_place(tensors[0]))) is not None:
             return proved
-        if any(each.layout != torch.strided for each in tensors):
-            return UNSPOILED  # sparse gradients: gloo makes new tensors
         if sum(each.numel() * each.element_size() for each in tensors) <= SMALL_BYTES:
             return CopiedInput(tensors, [each.detach().clone() for each in tensors], _drop)
         if len(tensors) == 1:

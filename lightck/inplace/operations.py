@@ -150,6 +150,8 @@ class Operation:
         """Note that the results are there, before anything can change them."""
         self.state, self.work = State.COMPLETE, None
         self.kept.release()
+        if self.is_sparse:
+            return
         if sum(map(_bytes, self.results)) <= SMALL_BYTES:
             self._copies = [each.detach().clone() for each in self.results]
         else:
@@ -157,8 +159,13 @@ class Operation:
 
     def seal(self) -> None:
         """Take what later changes of a large result are found by, before anything can change it."""
-        if self._copies is None and not self.kept.is_hidden():
+        if self._copies is None and not self.is_sparse and not self.kept.is_hidden():
             self._digest = _digest(self.results)
+
+    @property
+    def is_sparse(self) -> bool:
+        """Tell whether a result is sparse, which is never given: ranks do not know its size."""
+        return any(each.layout != torch.strided for each in self.results)
 
     @property
     def is_intact(self) -> bool:
@@ -169,6 +176,8 @@ class Operation:
         """
         if self._copies is not None:
             return True
+        if self.is_sparse:
+            return False
         if self._versions != tuple(each._version for each in self.results):
             return False
         return self.kept.is_hidden() or self._digest == _digest(self.results)

@@ -24,6 +24,8 @@ from typing import Any
 
 SETTLED_STEP = 2
 """The first step that a replacement can go on from: until then DDP arranges its buckets."""
+SPARSE = ", sparse"
+"""The end of the kind of a collective whose result is sparse, and never given."""
 MAX_NAMED = 6
 """Numbers or ranks named in a reason at most."""
 
@@ -232,10 +234,10 @@ def _with_donors(
             return PlanRefused(f"{form.kind} has come to an end on some ranks only")
         holder = _holder(every, number)
         if holder is None:
-            return PlanRefused(
-                f"the result of {form.kind} {form.tensors[:MAX_NAMED]} was changed before"
-                " every rank had it"
-            )
+            what = f"the result of {form.kind} {form.tensors[:MAX_NAMED]}"
+            if form.kind.endswith(SPARSE):
+                return PlanRefused(f"{what} is sparse, and cannot be given to who lacks it")
+            return PlanRefused(f"{what} was changed before every rank had it")
         donors[number] = holder
     prelude = () if step is None or base is None else _prelude(every, forms, step, base)
     for number in prelude:

@@ -35,6 +35,8 @@ SETTLE_S = 600.0
 SUSPECT_S = 0.3
 """Seconds after a collective's failure in which an agent may name a lost rank; then the connections
 are made anew without one."""
+MOST_TRIES = 10
+"""Generations in a row, without a further loss, in which an error ends this rank's recovery."""
 POLL_S = 0.005
 _WATCH_S = 3600.0
 
@@ -101,6 +103,12 @@ class InPlaceRecovery:
     _done: int = 0
     _opening: AnyLink | None = None
     _stopped: bool = False
+    _tries: int = 0
+    """Errors that have ended recoveries since the last that came to its end."""
+    _lives: Mapping[int, int] | None = None
+    """The lives of the ranks when `_until_s` was set; None: no recovery lasts."""
+    _until_s: float = 0.0
+    """The instant at which this recovery is refused, over all generations without a loss."""
 
     # ---- threads -----------------------------------------------------------------------------
 
@@ -200,7 +208,15 @@ class InPlaceRecovery:
                 self._refuse(str(why))
                 return
             except RuntimeError as error:  # a connection, once more
-                self._claim_after(generation.number, str(error).splitlines()[0])
+                said = (str(error).splitlines() or [repr(error)])[0]
+                self._tries += 1
+                if self._tries >= MOST_TRIES:
+                    self._refuse(f"the recovery has failed {self._tries} times: {said}")
+                    return
+                self._claim_after(generation.number, said)
+            except Exception as error:  # noqa: BLE001 - else training would wait for ever
+                self._refuse(f"the recovery has failed: {error!r}")
+                return
 
     def _run_off(self) -> None:
         """Tell the agents to replace nobody, and end the open collectives at the first loss."""
@@ -240,8 +256,10 @@ class InPlaceRecovery:
 
     def _recover(self, generation: Generation) -> None:
         began_ns, communicator = now_ns(), self.communicator
-        until_s = time.monotonic() + self.settle_s
-        state = _Recovering(self, generation, until_s)
+        if self._lives != generation.lives:  # a loss: what was tried before says nothing
+            self._lives, self._tries = generation.lives, 0
+            self._until_s = time.monotonic() + self.settle_s
+        state = _Recovering(self, generation, self._until_s)
         lost = sorted(generation.lost)
         event(
             "rank_lost",
@@ -269,7 +287,7 @@ class InPlaceRecovery:
             state.hear("ready", rank)
         self._connect(generation, plan, state)
         with communicator.changed:
-            self._done = generation.number
+            self._done, self._lives = generation.number, None
             self.recoveries += 1
             self.recovering_s += (now_ns() - began_ns) / 1e9
             self.recovering = ""

@@ -199,6 +199,15 @@ def test_what_cannot_be_recovered_in_place_restarts_all_ranks_with_its_reason(
     jobs.assert_restarted(job, golden.of(2, STEPS, *options), why)
 
 
+def test_sparse_gradients_are_reduced_again_and_never_given(
+    tmp_path: Path, golden: jobs.Golden
+) -> None:
+    faults = [Fault("kill", 4, "backward", 1), Fault("kill", 7, "fence", 1)]
+    job = jobs.run(tmp_path, 2, STEPS, "sparse", faults=faults)
+    assert job.events("recovered"), jobs.told(job)
+    jobs.assert_restarted(job, golden.of(2, STEPS, "sparse"), "is sparse")
+
+
 @pytest.mark.parametrize("given", ("off=failure policy=1", "off=keep"))
 def test_where_recovery_in_place_is_off_all_ranks_are_restarted(
     tmp_path: Path, golden: jobs.Golden, given: str

@@ -96,6 +96,20 @@ def test_a_sum_that_every_rank_divides_itself_is_never_divided_twice(point: str)
         assert same(job, golden)
 
 
+@pytest.mark.parametrize("error", [RuntimeError("no memory"), RuntimeError(), OSError("no files")])
+def test_a_recovery_that_fails_every_time_is_refused_with_its_error(
+    monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def fail(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr("lightck.inplace.recovery._broadcast", fail)
+    job = Job(2, STEPS, seed=3, losses={0: ("fence", 4, 1)})
+    job.run()
+    assert "the recovery has failed" in str(errors(job.ranks.values()))
+    assert sum(key.startswith("gen/") for key in job.store.values) <= 24
+
+
 @pytest.mark.parametrize("second", ["restore", "forward", "bucket 0"])
 def test_a_replacement_that_is_lost_itself_is_replaced(second: str) -> None:
     golden = undisturbed(3, STEPS)

@@ -8,6 +8,7 @@ end it writes FOLDER/<rank>.state. Options, of which any may be combined:
     policy=N    when snapshots are due (default: every 1000 steps)
     wide        some buckets, larger than what is always copied
     views       gradients as bucket views
+    sparse      an embedding with sparse gradients, and SGD
     buffers     BatchNorm
     accumulate  each update of two backwards, the first without communication
     clip        gradients are clipped by their norm
@@ -54,6 +55,18 @@ def net(options: set[str]) -> nn.Module:
     if "buffers" in options:
         layers.insert(1, nn.BatchNorm1d(width))
     return nn.Sequential(*layers, nn.Linear(width, 2))
+
+
+class Embedded(nn.Module):
+    """Adds a row of a table to what the net is given; the table's gradients are sparse."""
+
+    def __init__(self, options: set[str]) -> None:
+        super().__init__()
+        self.table = nn.Embedding(3000, 8, sparse=True)
+        self.net = net(options - {"sparse"})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.net(x + self.table((x[:, 0] * 100).long().abs()))
 
 
 def given(options: set[str], name: str, default: str = "") -> str:
@@ -217,12 +230,13 @@ def main(folder: Path, regions: Path, steps: int, options: set[str]) -> None:
     torch.manual_seed(drawn_seed(options))
     data = TensorDataset(torch.randn(96, 8), torch.randint(0, 2, (96,)))
     model = DistributedDataParallel(
-        net(options),
+        Embedded(options) if "sparse" in options else net(options),
         gradient_as_bucket_view="views" in options,
         bucket_cap_mb=1 if "wide" in options else 25,
     )
     torch.manual_seed(77 + rank)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    kind: Any = torch.optim.SGD if "sparse" in options else torch.optim.AdamW
+    optimizer = kind(model.parameters(), lr=0.01)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.9)
     sampler = lightck.ResumableSampler(data, shuffle=True, seed=3)
     loader = DataLoader(data, 4, sampler=sampler)
