@@ -418,6 +418,7 @@ class Communicator:
             self.window.note_commit(operation.commits)
         if self.recovers:
             operation.seal()
+            self.window.bound(operation)
         elif not self.window.keeps(operation, self._most):
             self.window.forget(operation.number)
 

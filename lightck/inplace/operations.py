@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import enum
 import functools
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -19,13 +20,16 @@ import torch
 from torch.futures import Future
 
 from lightck.errors import CoordinationError
+from lightck.events import event
 from lightck.inplace.plan import Description
 from lightck.region.native_region import crc32c_at
 
 SMALL_BYTES = 64 << 10
 """Bytes up to which inputs and results are copied: a loop may change them at once."""
 MOST = 4096
-"""Collectives that are kept at most; behind them no replacement can be given what it lacks."""
+"""Complete collectives that are kept at most; behind them all are restarted, until a step later."""
+MOST_BYTES = 256 << 20
+"""Bytes of the results that are kept of collectives between two steps at most."""
 
 
 class State(enum.Enum):
@@ -150,6 +154,7 @@ class Operation:
         """Note that the results are there, before anything can change them."""
         self.state, self.work = State.COMPLETE, None
         self.kept.release()
+        self.start = _begun  # it holds what this rank gave
         if self.is_sparse:
             return
         if sum(map(_bytes, self.results)) <= SMALL_BYTES:
@@ -191,6 +196,10 @@ class Operation:
         with torch.no_grad():
             for mine, theirs in zip(self.results, given, strict=True):
                 mine.detach().copy_(theirs.view(mine.shape))
+
+
+def _begun(_: Any) -> Any:
+    raise AssertionError("a complete collective is begun again")
 
 
 def _bytes(tensor: torch.Tensor) -> int:
@@ -236,9 +245,20 @@ class Window:
     """For the last steps the number of the first collective behind their forward start."""
     ends: dict[int, int] = field(default_factory=dict)
     """The same for their ends."""
-    overflown: bool = False
-    """True if more collectives came in one step than are kept."""
     _operations: dict[int, Operation] = field(default_factory=dict)
+    _between: bool = True
+    """True from a step's end to its forward start: what comes there is bounded by no model."""
+    _kept: dict[int, int] = field(default_factory=dict)
+    """The complete ones among them, with the bytes that they count for."""
+    _dropped: int = 0
+    """The number behind the last one that had to be given up; 0: none that may be needed."""
+    _bytes: int = 0
+    _told: bool = False
+
+    @property
+    def overflown(self) -> bool:
+        """Tell whether what was given up may be needed: more came than is kept."""
+        return self._dropped > 0
 
     def take_number(self) -> int:
         """Return the number of the collective that comes now."""
@@ -256,13 +276,28 @@ class Window:
     def add(self, operation: Operation) -> None:
         """Keep a collective that has just got its number."""
         self._operations[operation.number] = operation
-        if len(self._operations) > MOST:
-            self.overflown = True
-            del self._operations[next(iter(self._operations))]
+
+    def bound(self, operation: Operation) -> None:
+        """Give up all complete collectives if with this one they are too many, or too large.
+
+        One that is not complete is never given up: it may have to be made again.
+        """
+        size = sum(map(_bytes, operation.results)) if self._between else 0
+        self._kept[operation.number] = size
+        self._bytes += size
+        if len(self._kept) <= MOST and self._bytes <= MOST_BYTES:
+            return
+        self._dropped = max(self._dropped, max(self._kept) + 1)
+        if not self._told:
+            self._told = True
+            event("results_given_up", logging.INFO, count=len(self._kept), bytes=self._bytes)
+        for number in [*self._kept]:
+            self.forget(number)
 
     def forget(self, number: int) -> None:
         """Keep a collective no longer."""
         self._operations.pop(number, None)
+        self._bytes -= self._kept.pop(number, 0)
 
     def keeps(self, operation: Operation, most: int) -> bool:
         """Tell whether a result is small, and one of at most `most` that are kept."""
@@ -287,12 +322,14 @@ class Window:
     def forward_started(self, step: int) -> None:
         """Note the forward start of a step."""
         self.starts.setdefault(step, self.next)
+        self._between = False
 
     def step_ended(self, step: int) -> None:
         """Give up what nobody can lack any more, now that `step` is complete on every rank.
 
         Every rank has committed it: no recovery goes back behind the end of the step before.
         """
+        self._between = True
         floor = self.ends.get(step - 1, self.starts.get(step - 1))
         self.ends[step] = self.next
         self.starts = {at: number for at, number in self.starts.items() if at >= step - 1}
@@ -301,4 +338,6 @@ class Window:
             return
         for number in [n for n in self._operations if n < floor]:
             if self._operations[number].state is State.COMPLETE:
-                del self._operations[number]
+                self.forget(number)
+        if self._dropped <= floor:
+            self._dropped = 0

@@ -544,7 +544,7 @@ def standing_of(communicator: Communicator, left: str, step: int) -> Standing:
             " repeated"
         )
     if window.overflown:
-        left = left or "it made more collectives in one step than are kept"
+        left = left or "it made more collectives than are kept, or larger ones"
     return Standing(
         communicator.rank,
         step,

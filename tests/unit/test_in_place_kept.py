@@ -63,6 +63,35 @@ def test_where_in_place_is_off_nothing_is_kept(communicator: Communicator) -> No
     assert kept(communicator, 100_000, 3) == kept(communicator, 1, 3) == 0
 
 
+@pytest.mark.parametrize(("values", "count"), [(1, 5000), (1 << 20, 100)])
+def test_of_a_long_evaluation_a_bounded_part_is_kept_and_two_steps_later_it_is_over(
+    communicator: Communicator, values: int, count: int
+) -> None:
+    communicator.keep(recovers=True)
+    window = communicator.window
+    window.step_ended(3)
+    kept(communicator, values, count)
+    every = [*window]
+    assert len(every) <= 4096
+    assert sum(each.results[0].nbytes for each in every) <= 256 << 20
+    assert window.overflown
+    for step in (3, 4):
+        window.forward_started(step)
+        assert window.overflown
+        window.step_ended(step + 1)
+    assert not window.overflown
+
+
+def test_nothing_that_may_have_to_be_made_again_is_given_up(communicator: Communicator) -> None:
+    communicator.keep(recovers=True)
+    communicator.interrupt()
+    tensor = torch.ones(1)
+    form = Description("allreduce SUM", described([tensor]))
+    for _ in range(5000):
+        communicator.run(form, [tensor], lambda b: b.allreduce([tensor]))
+    assert len(communicator.window.unfinished()) == 5000
+
+
 CHANGES: dict[str, Callable[[torch.Tensor], Any]] = {
     "by .data": lambda result: result.data.div_(2),
     "as gloo writes": lambda result: result.numpy().fill(7),

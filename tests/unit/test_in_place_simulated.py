@@ -110,6 +110,15 @@ def test_a_recovery_that_fails_every_time_is_refused_with_its_error(
     assert sum(key.startswith("gen/") for key in job.store.values) <= 24
 
 
+def test_behind_a_long_evaluation_a_later_loss_is_recovered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(operations, "MOST", 64)
+    golden = undisturbed(2, STEPS, evaluation=100)
+    job = finished(Job(2, STEPS, seed=3, losses={0: ("bucket 1", 8, 1)}, evaluation=100))
+    assert same(job, golden)
+
+
 @pytest.mark.parametrize("second", ["restore", "forward", "bucket 0"])
 def test_a_replacement_that_is_lost_itself_is_replaced(second: str) -> None:
     golden = undisturbed(3, STEPS)

@@ -338,6 +338,8 @@ class Rank:
                 window.step_ended(self.step)
                 self.communicator.changed.notify_all()
             self.point("end")
+            for _ in range(self.job.evaluation if self.step == 3 else 0):
+                self.communicator.wait(self._reduce(torch.ones(1), "evaluation"))
             if self.job.metric:
                 loss = self.state.sum().reshape(1) + self.rank
                 self.communicator.wait(self._reduce(loss, "metric"))
@@ -363,6 +365,8 @@ class Job:
     top: bool = False
     second: bool = False
     """True if each step has collectives behind its first update."""
+    evaluation: int = 0
+    """Number of reductions behind step 3."""
     divides: bool = False
     """True if each bucket's sum is divided by the program."""
     every: bool = True
