@@ -78,7 +78,11 @@ class Answers(Protocol):
     def answer(
         self, form: Description, results: Sequence[torch.Tensor], own: Sequence[torch.Tensor]
     ) -> None:
-        """Put into the results what the collective would have given."""
+        """Put into the results what the collective would have given.
+
+        Raises:
+            CoordinationError: that is not known, so that all ranks have to be restarted.
+        """
         ...
 
 
@@ -95,6 +99,11 @@ class Communicator:
     """Guards everything here; notified of what a recovery begins by, not of each collective."""
     ended: str = ""
     """Why recovery in place is impossible; empty while it is not."""
+    refused: str = ""
+    """Why this rank's program cannot go on in place, until `InPlaceRecovery` has told all and ends
+    it; until then its collectives wait. Empty: it can."""
+    kept_until: int | None = None
+    """The number of the first small result of the set-up that was not kept; None: all were."""
     recovers: bool = False
     """True while a recovery may need what the program's collectives had and have given."""
     transfers: str = ""
@@ -138,8 +147,7 @@ class Communicator:
             value: what the future gives.
         """
         with self.changed:
-            if self.setup is not None:
-                self.setup.answer(form, results, own)
+            if self.setup is not None and self._is_answered(form, results, own):
                 answered = Operation(-1, form, start, results, value=value, state=State.COMPLETE)
                 answered.future.set_result(value)
                 return answered
@@ -308,6 +316,8 @@ class Communicator:
         if self.ended:
             operation.completed()
             operation.future.set_exception(FailedCollective(self.ended))
+        elif self.refused:
+            operation.wait_for_link()
         elif (answer := self._answers.pop(operation.number, None)) is not None:
             self._answered(operation, *answer)()
         elif self._link is None:
@@ -421,6 +431,33 @@ class Communicator:
             self.window.bound(operation)
         elif not self.window.keeps(operation, self._most):
             self.window.forget(operation.number)
+            if self._most and operation.is_small:
+                before = self.kept_until
+                number = operation.number
+                self.kept_until = number if before is None else min(before, number)
+
+    def _is_answered(
+        self, form: Description, results: list[torch.Tensor], own: Sequence[torch.Tensor]
+    ) -> bool:
+        """Answer a collective of a replacement's set-up; False if it waits for its refusal."""
+        assert self.setup is not None
+        if not self.ended and not self.refused:
+            try:
+                self.setup.answer(form, results, own)
+            except CoordinationError as why:
+                self._refuse(str(why))
+            else:
+                return True
+        return False
+
+    def _refuse(self, why: str) -> None:
+        """Have all ranks restarted; under the lock.
+
+        The other thread tells all before it ends the collectives here: else this process might end,
+        and be replaced by another that comes no further.
+        """
+        self.refused = self.refused or why
+        self.changed.notify_all()
 
     def _suspect(self, why: str) -> None:
         if not self.suspicion:

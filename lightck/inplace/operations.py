@@ -157,7 +157,7 @@ class Operation:
         self.start = _begun  # it holds what this rank gave
         if self.is_sparse:
             return
-        if sum(map(_bytes, self.results)) <= SMALL_BYTES:
+        if self.is_small:
             self._copies = [each.detach().clone() for each in self.results]
         else:
             self._versions = tuple(each._version for each in self.results)
@@ -171,6 +171,11 @@ class Operation:
     def is_sparse(self) -> bool:
         """Tell whether a result is sparse, which is never given: ranks do not know its size."""
         return any(each.layout != torch.strided for each in self.results)
+
+    @property
+    def is_small(self) -> bool:
+        """Tell whether its result is so small that a copy of it is kept."""
+        return sum(map(_bytes, self.results)) <= SMALL_BYTES
 
     @property
     def is_intact(self) -> bool:
@@ -301,8 +306,7 @@ class Window:
 
     def keeps(self, operation: Operation, most: int) -> bool:
         """Tell whether a result is small, and one of at most `most` that are kept."""
-        size = sum(map(_bytes, operation.results))
-        return size <= SMALL_BYTES and len(self._operations) <= most
+        return operation.is_small and len(self._operations) <= most
 
     def unfinished(self) -> list[Operation]:
         """Return the collectives that are not complete, in their order."""

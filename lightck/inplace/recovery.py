@@ -190,10 +190,13 @@ class InPlaceRecovery:
                 suspected = self.communicator.suspicion
                 if self.communicator.ended:
                     return
+                refused = self.communicator.refused
                 if not self._is_due():
                     changed.wait_for(self._is_due, SUSPECT_S)
                 due = self._is_due()
             try:
+                if refused:
+                    raise _RestartAll(refused)
                 if not due:
                     if suspected and self.communicator.suspicion:
                         self.generations.claim_if(self._done, suspected)
@@ -231,7 +234,8 @@ class InPlaceRecovery:
         communicator.end(f"{suspected or 'a rank was lost'}; in place is off: {self.off}")
 
     def _is_due(self) -> bool:
-        return self._newest.number > self._done or bool(self.communicator.ended)
+        communicator = self.communicator
+        return self._newest.number > self._done or bool(communicator.ended or communicator.refused)
 
     def _claim_after(self, number: int, why: str) -> None:
         changed = self.communicator.changed
@@ -374,8 +378,8 @@ class _Recovering:
         recovery = self.recovery
         if recovery._newest.number > self.generation.number:
             raise _Newer
-        if recovery.communicator.ended:
-            raise _RestartAll(recovery.communicator.ended)
+        if why := recovery.communicator.ended or recovery.communicator.refused:
+            raise _RestartAll(why)
         if why := recovery.off or recovery.communicator.unfit:
             raise _RestartAll(f"in place is off: {why}")  # results are not kept any more
 

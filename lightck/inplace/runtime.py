@@ -196,9 +196,9 @@ class Worker:
         return self.communicator.recovers and not self.communicator.ended
 
     def _publish_setup(self) -> None:
-        record = SetupRecord()
-        for operation in self.communicator.window:
-            if operation.state is State.COMPLETE and operation.is_intact:
+        with self.communicator.changed:
+            record = SetupRecord(self.communicator.kept_until)
+            for operation in self.communicator.window:
                 record.add(operation)
         number, decided = rendezvous.rounds_held()
         told = {"results": record.to_text(), "decided": decided, "number": number}

@@ -3,8 +3,9 @@
 Behind `init_process_group` a script makes collectives of its own until it trains: DDP compares
 shapes and sends the first parameters, a seed is drawn on rank 0 and sent to all. A replacement
 makes them when nobody else does. What the first life of the job got is kept, up to a limit, and
-given to it in the same order. What was too large, or does not fit, is answered with what is there:
-large state is restored afterwards.
+given to it in the same order. What was too large is answered with what is there: large state is
+restored afterwards. Behind the limit a small result, which may be a seed or a size, is known to
+nobody: then all ranks are restarted.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from typing import Any
 import torch
 
 from lightck.errors import CoordinationError
-from lightck.inplace.operations import SMALL_BYTES, Operation
+from lightck.inplace.communicator import SETUP_MOST
+from lightck.inplace.operations import SMALL_BYTES, Operation, State
 from lightck.inplace.plan import Description
 
 MOST_BYTES = 1 << 20
@@ -29,15 +31,26 @@ MOST_BYTES = 1 << 20
 class SetupRecord:
     """The small results of a set-up, in order. Collectives end on any thread."""
 
+    until: int | None = None
+    """The number of the first small result that is not kept, as none behind it is; None: all are.
+
+    With a gap a later result of the same form would be taken for the one that is missing.
+    """
     bytes: int = 0
     _operations: dict[int, Operation] = field(default_factory=dict)
 
     def add(self, operation: Operation) -> None:
-        """Keep a complete collective."""
-        size = sum(each.numel() * each.element_size() for each in operation.results)
-        if size <= SMALL_BYTES and self.bytes + size <= MOST_BYTES and operation.form.shared:
-            self.bytes += size
-            self._operations[operation.number] = operation
+        """Keep a collective whose result is small; call it in the order of their numbers."""
+        number, size = operation.number, _bytes(operation.results)
+        if size > SMALL_BYTES or not operation.form.shared:
+            return
+        if self.until is not None and number >= self.until:
+            return
+        if operation.state is not State.COMPLETE or self.bytes + size > MOST_BYTES:
+            self.until = number
+            return
+        self.bytes += size
+        self._operations[number] = operation
 
     def to_text(self) -> str:
         """Return it as text, for the job's store."""
@@ -46,7 +59,7 @@ class SetupRecord:
             for _, each in sorted(self._operations.items())
             if each.is_intact
         ]
-        return json.dumps(rows)
+        return json.dumps({"rows": rows, "truncated": self.until is not None})
 
 
 @dataclass(eq=False)
@@ -56,17 +69,20 @@ class SetupAnswers:
     rank: int
     kept: list[tuple[Description, list[torch.Tensor]]] = field(default_factory=list)
     """The results of the first life's set-up that have not been given yet, in order."""
+    truncated: bool = False
+    """True if that set-up had more small results than are kept."""
 
     @staticmethod
     def from_text(rank: int, text: str) -> SetupAnswers:
         """Return what `SetupRecord.to_text` has told."""
-        rows = json.loads(text)
+        found = json.loads(text)
         return SetupAnswers(
             rank,
             [
                 (Description.from_message(form), [_decoded(each) for each in told])
-                for form, told in rows
+                for form, told in found["rows"]
             ],
+            found["truncated"],
         )
 
     def answer(
@@ -75,7 +91,8 @@ class SetupAnswers:
         """Put into the results what the collective gave, or would give to ranks that are alike.
 
         Raises:
-            CoordinationError: its result differs by rank, and nobody knows this one's.
+            CoordinationError: its result differs by rank, and nobody knows this one's; or it is
+                small, and not all such results were kept.
         """
         if not form.shared:
             raise CoordinationError(
@@ -87,12 +104,23 @@ class SetupAnswers:
                 del self.kept[: position + 1]
                 _copy(results, given)
                 return
+        if self.truncated and 0 < _bytes(results) <= SMALL_BYTES:
+            raise CoordinationError(
+                f"rank {self.rank} replaces one that was lost, and its set-up makes a {form.kind}"
+                f" {form.tensors} ({form.site}), whose result is not kept: of a set-up {SETUP_MOST}"
+                f" results of at most {SMALL_BYTES} bytes are, and {MOST_BYTES} bytes of them;"
+                " send many small tensors as one, or draw seeds before them"
+            )
         if own:  # a gathering: every rank's place gets what this one gives
             each = len(results) // len(own)
             if each <= 1:
                 _copy_rows(results, own)
             else:
                 _copy(results, [mine for mine in own for _ in range(each)])
+
+
+def _bytes(tensors: Sequence[torch.Tensor]) -> int:
+    return sum(each.numel() * each.element_size() for each in tensors)
 
 
 def _copy(results: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> None:

@@ -180,6 +180,7 @@ REFUSALS: dict[str, tuple[Sequence[str], Sequence[Fault], str]] = {
         [Fault("kill", AT, "backward", 1)],
         "makes transfers between two ranks",
     ),
+    "many": (("many",), [Fault("kill", AT, "backward", 1)], "its set-up makes a broadcast from 0"),
     "metric": (("metric",), [Fault("kill", AT, "between", 1)], "cannot restore step 4"),
     "objects": (("objects",), [Fault("kill", AT, "between", 1)], "cannot restore step 4"),
     "own state": (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -75,8 +76,9 @@ class Job:
         return logged or [each for each in lines if each["event"] == name]
 
     def refusals(self) -> set[str]:
-        """The reasons for which all ranks were restarted."""
-        return {each["why"] for each in self.events("in_place_refused")}
+        """The reasons for which all ranks were restarted; a process may not have attached yet."""
+        logged = re.findall(r"lightck: in_place_refused .*?why=(.*)", self.log)
+        return {*logged, *(each["why"] for each in self.events("in_place_refused"))}
 
 
 def environment(folder: Path, more: Mapping[str, str] | None = None) -> dict[str, str]:

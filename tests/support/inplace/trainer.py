@@ -14,6 +14,7 @@ end it writes FOLDER/<rank>.state. Options, of which any may be combined:
     clip        gradients are clipped by their norm
     scaler      the loss is scaled, and the scaler leaves an update out now and then
     objects     objects are gathered and sent in the set-up, and before each step
+    many        300 small tensors are sent in the set-up, before its seed
     top         a collective before each step
     metric      a collective behind each step
     eval        an evaluation with a collective behind every third step
@@ -76,6 +77,8 @@ def given(options: set[str], name: str, default: str = "") -> str:
 
 def drawn_seed(options: set[str]) -> int:
     """A seed of rank 0's, sent to all, as scripts have it."""
+    for _ in range(300 if "many" in options else 0):
+        dist.broadcast(torch.ones(2), 0)
     drawn = torch.zeros(1, dtype=torch.int64)
     if dist.get_rank() == 0:
         drawn.fill_(1234)

@@ -1,0 +1,127 @@
+"""A replacement sets itself up by what the first life got, or all ranks are restarted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from lightck.errors import CoordinationError
+from lightck.inplace import setup
+from lightck.inplace.communicator import SETUP_MOST, Communicator
+from lightck.inplace.operations import Operation, described
+from lightck.inplace.plan import Description
+from lightck.inplace.setup import SetupAnswers, SetupRecord
+from support.inplace.simulated import Switch
+
+SEED = 1234
+
+
+def send(communicator: Communicator, tensor: torch.Tensor) -> Operation:
+    """Send a tensor from rank 0."""
+    form = Description("broadcast from 0", described([tensor]))
+    return communicator.run(form, [tensor], lambda b: b.broadcast([tensor], 0))
+
+
+def seed(value: int = 0) -> torch.Tensor:
+    return torch.tensor([value])
+
+
+@pytest.fixture
+def first() -> Iterator[Communicator]:
+    """A rank of the first life, which is alone."""
+    communicator = Communicator(0, 1)
+    communicator.resume(Switch(1, 0).open(0))
+    yield communicator
+    communicator.end("the test is over")
+
+
+def replacement(first: Communicator) -> Communicator:
+    """Return a replacement that is told of the set-up of the first life."""
+    record = SetupRecord(first.kept_until)
+    for operation in first.window:
+        record.add(operation)
+    return Communicator(1, 2, SetupAnswers.from_text(1, record.to_text()))
+
+
+def set_up(communicator: Communicator, count: int, values: int, drawn: torch.Tensor) -> Operation:
+    """Send many tensors of one size, then a seed."""
+    for _ in range(count):
+        communicator.wait(send(communicator, torch.ones(values)))
+    return send(communicator, drawn)
+
+
+def test_a_replacement_is_given_the_seed_that_the_first_life_has_drawn(
+    first: Communicator,
+) -> None:
+    first.wait(set_up(first, SETUP_MOST - 1, 2, seed(SEED)))
+    drawn, other = seed(), replacement(first)
+    other.wait(set_up(other, SETUP_MOST - 1, 2, drawn))
+    assert int(drawn) == SEED
+
+
+@pytest.mark.parametrize(("count", "values"), [(SETUP_MOST + 44, 2), (20, 16_000)])
+def test_a_small_result_beyond_the_limits_restarts_all_ranks_in_words(
+    first: Communicator, count: int, values: int
+) -> None:
+    """Too many, and too many bytes."""
+    assert (values * 4 * count > setup.MOST_BYTES) == (count < SETUP_MOST)
+    first.wait(set_up(first, count, values, seed(SEED)))
+    drawn, other = seed(), replacement(first)
+    for _ in range(count):
+        send(other, torch.ones(values))
+    last = send(other, drawn)
+    assert not last.future.done()
+    assert "its set-up makes a broadcast from 0" in other.refused
+    other.end(other.refused)
+    with pytest.raises(CoordinationError, match="send many small tensors as one"):
+        other.wait(last)
+
+
+def test_of_many_results_none_is_given_in_the_place_of_another(
+    first: Communicator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(setup, "MOST_BYTES", 100)
+    for each in (torch.ones(30), seed(1), seed(2)):
+        first.wait(send(first, each))
+    other = replacement(first)
+    drawn = seed()
+    assert not send(other, drawn).future.done()
+    assert int(drawn) == 0
+    assert other.refused
+
+
+def test_what_is_not_complete_when_all_have_attached_is_not_passed_over(
+    first: Communicator,
+) -> None:
+    first.wait(send(first, seed(1)))
+    first.interrupt()
+    send(first, seed(2))
+    other = replacement(first)
+    send(other, seed())
+    assert not other.refused
+    send(other, seed())
+    assert other.refused
+
+
+def test_what_is_too_large_to_be_kept_is_answered_with_what_is_there(first: Communicator) -> None:
+    first.wait(set_up(first, 2, 100_000, seed(SEED)))
+    drawn, other = seed(), replacement(first)
+    other.wait(set_up(other, 2, 100_000, drawn))
+    assert int(drawn) == SEED
+
+
+def test_a_replacement_whose_set_up_was_refused_is_answered_nothing_more(
+    first: Communicator,
+) -> None:
+    first.wait(set_up(first, SETUP_MOST + 1, 2, seed(SEED)))
+    other = replacement(first)
+    set_up_again = [send(other, torch.ones(2)) for _ in range(SETUP_MOST)]
+    assert all(each.future.done() for each in set_up_again)
+    late = [send(other, seed()), send(other, torch.ones(100_000))]
+    assert not any(each.future.done() for each in late)
+    other.end(other.refused)
+    assert all(each.future.done() for each in late)
+    with pytest.raises(CoordinationError):
+        other.wait(send(other, torch.ones(100_000)))
