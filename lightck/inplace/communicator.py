@@ -117,7 +117,9 @@ class Communicator:
     _link: AnyLink | None = None
     _answers: dict[int, tuple[Description, list[torch.Tensor]]] = field(default_factory=dict)
     _prelude: dict[int, Description] = field(default_factory=dict)
-    """The collectives at which a replacement's program may begin, before the planned one."""
+    """The collectives at which a replacement's program may begin, until it has begun."""
+    _base: int | None = None
+    """The first collective behind the forward start that a replacement has not come to yet."""
     _begun: SimpleQueue[Operation | None] = field(default_factory=SimpleQueue)
     """The collectives that were begun on a link and whose ends are waited for; None ends that."""
     _waiter: threading.Thread | None = None
@@ -151,8 +153,8 @@ class Communicator:
                 answered = Operation(-1, form, start, results, value=value, state=State.COMPLETE)
                 answered.future.set_result(value)
                 return answered
-            if self._prelude:
-                self._enter(form)
+            if self._base is not None and not self.refused:
+                self._enter(form, self._base)
             if _THREAD.completes:
                 self._note_nested(form)
             number = self.window.take_number()
@@ -204,6 +206,25 @@ class Communicator:
             self._begin(operation)
         self.wait(operation)
 
+    def forward_started(self, step: int) -> None:
+        """Note the forward start of a step.
+
+        A replacement whose program began elsewhere than where it was taken to shows it here, before
+        it has a part in any collective.
+        """
+        with self.changed:
+            base, self._base = self._base, None
+            if base is not None and not self.refused:
+                if self._prelude:  # none of these is at its loop's top
+                    self._begin_at(base)
+                if self.window.next != base:
+                    self._refuse(
+                        f"rank {self.rank} replaces one that was lost, and comes to the forward"
+                        f" behind step {step} before collective {self.window.next}, the other ranks"
+                        f" before {base}: its program does not begin where they are"
+                    )
+            self.window.forward_started(step)
+
     # ---- for the recovery --------------------------------------------------------------------
 
     def keep(self, *, recovers: bool) -> None:
@@ -246,7 +267,7 @@ class Communicator:
             step: the step that it has restored.
         """
         with self.changed:
-            self.setup, self._prelude = None, dict(prelude)
+            self.setup, self._prelude, self._base = None, dict(prelude), number
             self.window.go_on_from(number)
             self.window.note_commit(step)
             self.window.joined(step, min(prelude, default=number))
@@ -254,6 +275,8 @@ class Communicator:
     def give(self, number: int, form: Description, given: list[torch.Tensor]) -> None:
         """Take a result that another rank has given, now or when the program comes to it."""
         with self.changed:
+            if self.refused:
+                return
             operation = self.window.get(number)
             if operation is None:
                 if number >= self.window.next or number in self._prelude:
@@ -395,17 +418,17 @@ class Communicator:
         self, operation: Operation, form: Description, given: list[torch.Tensor]
     ) -> Callable[[], None]:
         """Take a given result, under the lock; return what completes the future, without it."""
-        operation.completed()
         if form == operation.form:
+            operation.completed()
             operation.take(given)
             self._complete(operation)
             return lambda: _complete_future(operation)
-        why = (
+        self._refuse(
             f"collective {operation.number} is {operation.form.kind} {operation.form.tensors} here"
             f" ({operation.form.site}), and was {form.kind} {form.tensors} on the other ranks"
             f" ({form.site}): the program does not begin where they are"
         )
-        return lambda: operation.future.set_exception(FailedCollective(why))
+        return lambda: None
 
     def _note_nested(self, form: Description) -> None:
         """Note that what goes on from one future has made another collective; under the lock.
@@ -465,15 +488,37 @@ class Communicator:
             event("connection_lost", logging.WARNING, rank=self.rank, why=self.suspicion)
         self.changed.notify_all()
 
-    def _enter(self, form: Description) -> None:
-        """Find the collective at which a replacement's program begins."""
-        prelude, self._prelude = self._prelude, {}
-        same = (n for n, each in prelude.items() if each == form and each.site == form.site)
-        found = next(same, None)
-        if found is not None:
-            self.window.go_on_from(found)
-        for number in [n for n in self._answers if n < self.window.next]:
-            del self._answers[number]
+    def _enter(self, form: Description, base: int) -> None:
+        """Find where a replacement's program is, by a collective before its first forward.
+
+        It is one of the prelude, or nobody knows what it should give: the others are past it.
+        """
+        if not self._prelude and self.window.next < base:
+            return  # it has begun: numbers tell the others
+        alike = {number: each for number, each in self._prelude.items() if each == form}
+        found = [number for number, each in alike.items() if each.site == form.site]
+        # The callers may differ by rank, the helper hardly does.
+        found = found or [number for number, each in alike.items() if each.line == form.line]
+        if len(found) == 1:
+            self._begin_at(found[0])
+            return
+        why = (
+            f"and the other ranks made it as collectives {', '.join(map(str, found))}: which of"
+            " these it is cannot be told"
+            if found
+            else "which the other ranks did not make between the last step and this forward"
+        )
+        self._refuse(
+            f"rank {self.rank} replaces one that was lost, and makes {form.kind} {form.tensors}"
+            f" ({form.site}) before its first forward, {why}"
+        )
+
+    def _begin_at(self, number: int) -> None:
+        """Let a replacement's program begin at a collective; it needs no results before that."""
+        self._prelude = {}
+        self.window.go_on_from(number)
+        for early in [each for each in self._answers if each < number]:
+            del self._answers[early]
 
 
 def _complete_future(operation: Operation) -> None:

@@ -25,13 +25,16 @@ from torch.futures import Future
 from lightck.errors import CoordinationError
 from lightck.inplace.communicator import Communicator
 from lightck.inplace.operations import NOT_KEPT, UNSPOILED, KeptInput, Operation, described
-from lightck.inplace.plan import SPARSE, Description
+from lightck.inplace.plan import CALLED_FROM, SPARSE, Description
 from lightck.loop.hooks import untraced
 
 _torch: Any = torch._C._distributed_c10d
 _NOT_THE_PROGRAM = tuple(
     f"{folder}{os.sep}" for folder in (Path(torch.__file__).parent, Path(__file__).parents[1])
 )
+
+MOST_FRAMES = 12
+"""Places of the program by which a collective is known: Accelerate has up to ten of its own."""
 
 
 class InputKeeper(Protocol):
@@ -47,17 +50,33 @@ def _is_programs(path: str) -> bool:
     return not path.startswith(_NOT_THE_PROGRAM)
 
 
-@functools.cache
-def _place(path: str, line: int) -> str:
-    return f"{os.path.basename(path)}:{line}"
+_sites: dict[tuple[Any, ...], str] = {}
 
 
 def _site() -> str:
-    """Return file and line of the program that makes the collective."""
+    """Return file and line of the program that makes the collective, then those of its callers.
+
+    A helper, or a library's one line, makes collectives for many places: its callers tell them
+    apart. By instructions, since Python counts the lines of a function from its first one each
+    time.
+    """
     frame: FrameType | None = sys._getframe(2)
-    while frame is not None and not _is_programs(frame.f_code.co_filename):
+    frames: list[FrameType] = []
+    at: list[tuple[str, int, int]] = []
+    while frame is not None and len(frames) < MOST_FRAMES:
+        code = frame.f_code
+        if _is_programs(code.co_filename):
+            frames.append(frame)
+            at.append((code.co_filename, code.co_firstlineno, frame.f_lasti))
+            if code.co_name == "<module>":
+                break
         frame = frame.f_back
-    return "" if frame is None else _place(frame.f_code.co_filename, frame.f_lineno)
+    key = tuple(at)
+    found = _sites.get(key)
+    if found is None:
+        places = [f"{os.path.basename(f.f_code.co_filename)}:{f.f_lineno}" for f in frames]
+        found = _sites[key] = CALLED_FROM.join(places)
+    return found
 
 
 _ProcessGroup: Any = dist.ProcessGroup

@@ -26,6 +26,8 @@ SETTLED_STEP = 2
 """The first step that a replacement can go on from: until then DDP arranges its buckets."""
 SPARSE = ", sparse"
 """The end of the kind of a collective whose result is sparse, and never given."""
+CALLED_FROM = " < "
+"""Stands between the places of a site."""
 MAX_NAMED = 6
 """Numbers or ranks named in a reason at most."""
 
@@ -41,7 +43,12 @@ class Description:
     shared: bool = True
     """True if the result is the same on every rank, so that any of them can give it."""
     site: str = field(default="", compare=False)
-    """File and line of the program, which may well differ by rank."""
+    """File and line of the program, then those of its callers, which may well differ by rank."""
+
+    @property
+    def line(self) -> str:
+        """Return the place of the site that makes the collective itself."""
+        return self.site.partition(CALLED_FROM)[0]
 
     def to_message(self) -> list[Any]:
         """Return it as JSON values."""

@@ -182,8 +182,7 @@ class Worker:
         """Note that all steps are made: at the close of its handle this rank waits for others."""
         if self._training is not None and self.communicator.recovers:
             self._training.close_begins()
-            with self.communicator.changed:
-                self.communicator.window.forward_started(self._training.step)
+            self.communicator.forward_started(self._training.step)
 
     def detached(self, why: str) -> None:
         """Recover no more: the handle is closed."""

@@ -183,8 +183,7 @@ class InPlaceListener:
         """Note the first collective behind a forward start, and pass on that a forward begins."""
         self.listener.forward(training)
         if training and not self._steps.updating:
-            with self.communicator.changed:
-                self.communicator.window.forward_started(self._steps.step)
+            self.communicator.forward_started(self._steps.step)
 
     def evaluation(self) -> None:
         """Pass on that an evaluation begins."""

@@ -128,6 +128,7 @@ OPTIONS = (
     "scaler",
     "wide views buffers clip accumulate",
     "top objects metric buffers policy=1",
+    "helper policy=1",
 )
 
 
@@ -138,7 +139,7 @@ def test_a_rank_is_replaced_whatever_the_training_does(
     options = given.split()
     places = ((4, "backward"), (6, "between"), (8, "commit"))
     faults = [Fault("kill", step, phase, 1) for step, phase in places]
-    job = jobs.run(tmp_path, 2, STEPS, *options, faults=faults)
+    job = jobs.run(tmp_path, 2, STEPS, *options, faults=faults, more=MANY)
     if "policy=1" in options and job.refusals():  # behind an update the step before is needed
         jobs.assert_restarted(job, golden.of(2, STEPS, *options), "cannot restore step")
     else:

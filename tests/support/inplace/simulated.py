@@ -311,8 +311,7 @@ class Rank:
                 self.communicator.wait(self._reduce(flag, "flag"))
                 self.trace.append((self.step, float(flag)))
             self.point("forward")
-            with self.communicator.changed:
-                window.forward_started(self.step)
+            self.communicator.forward_started(self.step)
             buckets = [self._gradient(part) for part in range(3)]
             flying = []
             for part, bucket in enumerate(buckets):

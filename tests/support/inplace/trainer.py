@@ -16,6 +16,7 @@ end it writes FOLDER/<rank>.state. Options, of which any may be combined:
     objects     objects are gathered and sent in the set-up, and before each step
     many        300 small tensors are sent in the set-up, before its seed
     top         a collective before each step
+    helper      the collectives before and behind a step are made by one function, and look alike
     metric      a collective behind each step
     eval        an evaluation with a collective behind every third step
     gather      between forward and backward tensors are gathered on rank 0
@@ -94,6 +95,13 @@ def drawn_seed(options: set[str]) -> int:
     return seed
 
 
+def mean(value: torch.Tensor) -> torch.Tensor:
+    """The mean over all ranks, as helpers of scripts have it."""
+    value = value.reshape(1).clone()
+    dist.all_reduce(value)
+    return value / dist.get_world_size()
+
+
 @dataclass
 class Loop:
     """Does what one rank's loop does beside its minibatches, by its options."""
@@ -109,7 +117,10 @@ class Loop:
 
     def before(self, step: int) -> None:
         """Do what comes before a forward."""
-        if "top" in self.options:
+        if "helper" in self.options:
+            flag = mean(torch.tensor(1.0 + step))
+            assert float(flag) == 1.0 + step, f"a flag of {float(flag)} before step {step + 1}"
+        elif "top" in self.options:
             dist.all_reduce(torch.tensor([float(self.rank)]))
         if "objects" in self.options:
             found: list[Any] = [None] * self.world
@@ -216,7 +227,9 @@ def iterate(
             optimizer.zero_grad()
             scheduler.step()
             shown = loss.detach().clone()
-            if "metric" in options:
+            if "helper" in options:
+                shown = mean(shown)
+            elif "metric" in options:
                 dist.all_reduce(shown)
                 shown /= loop.world
             print("step", handle.step, float(shown).hex(), file=said)
