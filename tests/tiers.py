@@ -91,6 +91,7 @@ KEPT = {
         "test_a_rank_that_is_lost_in_the_last_step_is_replaced": 1,
         "test_a_rank_that_is_lost_in_an_evaluation_is_replaced": 0,
         "test_a_rank_is_replaced_whatever_the_training_does": 0,
+        "test_a_replacement_s_modules_have_read_its_own_rank": 0,
         "test_connections_are_cut_and_nothing_is_replaced_or_lost": 1,
         "test_what_cannot_be_recovered_in_place_restarts_all_ranks_with_its_reason": 1,
         "test_where_recovery_in_place_is_off_all_ranks_are_restarted": 0,

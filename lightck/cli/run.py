@@ -78,6 +78,8 @@ def main(words: Sequence[str]) -> int:
     _require_python(arguments)
     script = arguments.training_script
     preload = _preload(arguments.preload, script, as_module=arguments.module)
+    # Where a worker finds modules first; see `lightck.inplace.worker.main`.
+    folder = os.getcwd() if arguments.module else os.path.dirname(os.path.abspath(script))
     arguments.training_script_args = [
         *(["-m"] if arguments.module else []),
         script,
@@ -87,7 +89,7 @@ def main(words: Sequence[str]) -> int:
     # Replacements meet the others over the agent's store, which outlives every worker.
     os.environ.pop(SHARED_STORE, None)
     api: Any = launcher
-    api.LocalElasticAgent = agent_class(keeps_spare=arguments.spare, preload=preload)
+    api.LocalElasticAgent = agent_class(keeps_spare=arguments.spare, preload=preload, folder=folder)
     try:
         torchrun.run(arguments)
     except ChildFailedError as error:

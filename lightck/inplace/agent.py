@@ -80,6 +80,8 @@ class Agent(LocalElasticAgent):
 
     preload: Sequence[str] = ()
     """Modules that a spare imports."""
+    folder: str = ""
+    """Where workers look for modules first."""
     keeps_spare: bool = True
 
     def __init__(self, *args: Any, **named: Any) -> None:
@@ -101,7 +103,7 @@ class Agent(LocalElasticAgent):
             WorkerProcess.watched(handler.proc, self, local_rank)
         self._generations, self._ends = None, 0
         if self.keeps_spare and self._spare is None:
-            self._spare = Spare(self.preload)
+            self._spare = Spare(self.preload, self.folder)
         return started
 
     def _agreed_start(self, worker_group: Any) -> str:
@@ -209,7 +211,7 @@ class Agent(LocalElasticAgent):
         own = arguments[arguments.index(WORKER_MODULE) + 1 :]
         if self._spare is not None:
             process = self._spare.become(environment, own, outputs)
-            self._spare = Spare(self.preload)
+            self._spare = Spare(self.preload, self.folder)
             if process is not None:
                 return process
         files = [open(path, "a") if path else None for path in outputs]  # noqa: SIM115
@@ -227,6 +229,7 @@ class Agent(LocalElasticAgent):
                     file.close()
 
 
-def agent_class(*, keeps_spare: bool, preload: Sequence[str]) -> type[Agent]:
+def agent_class(*, keeps_spare: bool, preload: Sequence[str], folder: str = "") -> type[Agent]:
     """Return the class of which torchrun makes the agent of this node."""
-    return type("NodeAgent", (Agent,), {"keeps_spare": keeps_spare, "preload": tuple(preload)})
+    own = {"keeps_spare": keeps_spare, "preload": tuple(preload), "folder": folder}
+    return type("NodeAgent", (Agent,), own)

@@ -146,6 +146,21 @@ def test_a_rank_is_replaced_whatever_the_training_does(
         jobs.assert_in_place(job, golden.of(2, STEPS, *options))
 
 
+def test_a_replacement_s_modules_have_read_its_own_rank(
+    tmp_path: Path, golden: jobs.Golden, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though the spare that takes its place has imported them before there was one."""
+    (tmp_path / "path").mkdir()
+    module = "import os\nRANK = int(os.getenv('RANK', 0))\n"
+    (tmp_path / "path/ranked.py").write_text(module)
+    known = os.environ.get("PYTHONPATH", "")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path / "path"), known]))
+    faults = [Fault("kill", AT, "backward", 1)]
+    job = jobs.run(tmp_path, 2, STEPS, "ranked", faults=faults, more=["--preload=ranked"])
+    jobs.assert_in_place(job, golden.of(2, STEPS))
+    assert job.log.count("lightck: spare_not_used") == 1, jobs.told(job)
+
+
 # ---- connections that break ----------------------------------------------------------------------
 
 

@@ -15,6 +15,7 @@ end it writes FOLDER/<rank>.state. Options, of which any may be combined:
     scaler      the loss is scaled, and the scaler leaves an update out now and then
     objects     objects are gathered and sent in the set-up, and before each step
     many        300 small tensors are sent in the set-up, before its seed
+    ranked      a module of its own has read the rank when it was imported
     top         a collective before each step
     helper      the collectives before and behind a step are made by one function, and look alike
     metric      a collective behind each step
@@ -243,6 +244,10 @@ def main(folder: Path, regions: Path, steps: int, options: set[str]) -> None:
     rank = dist.get_rank()
     said = (folder / f"{rank}.said").open("a", buffering=1)
     print("pid", os.getpid(), os.environ.get("LIGHTCK_LIFE", "0"), file=said)
+    if "ranked" in options:
+        import ranked  # type: ignore[import-not-found] # the test writes it
+
+        assert rank == ranked.RANK, f"rank {rank} is told that it is {ranked.RANK}"
     torch.manual_seed(drawn_seed(options))
     data = TensorDataset(torch.randn(96, 8), torch.randint(0, 2, (96,)))
     model = DistributedDataParallel(
