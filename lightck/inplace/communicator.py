@@ -118,6 +118,8 @@ class Communicator:
     _answers: dict[int, tuple[Description, list[torch.Tensor]]] = field(default_factory=dict)
     _prelude: dict[int, Description] = field(default_factory=dict)
     """The collectives at which a replacement's program may begin, until it has begun."""
+    _withheld: Sequence[Description] = ()
+    """Earlier ones, at which it may begin as well, and that nobody can give."""
     _base: int | None = None
     """The first collective behind the forward start that a replacement has not come to yet."""
     _begun: SimpleQueue[Operation | None] = field(default_factory=SimpleQueue)
@@ -258,16 +260,24 @@ class Communicator:
         for each in waiting:
             each.future.set_result(each.value)
 
-    def join(self, number: int, prelude: Mapping[int, Description], step: int) -> None:
+    def join(
+        self,
+        number: int,
+        prelude: Mapping[int, Description],
+        step: int,
+        withheld: Sequence[Description] = (),
+    ) -> None:
         """Make collectives with the others from now on, for a replacement whose set-up is over.
 
         Args:
             number: of the first one.
             prelude: earlier ones, one of which its program may make first.
             step: the step that it has restored.
+            withheld: still earlier ones, which it may make first as well, and nobody can give.
         """
         with self.changed:
             self.setup, self._prelude, self._base = None, dict(prelude), number
+            self._withheld = withheld
             self.window.go_on_from(number)
             self.window.note_commit(step)
             self.window.joined(step, min(prelude, default=number))
@@ -495,19 +505,21 @@ class Communicator:
         """
         if not self._prelude and self.window.next < base:
             return  # it has begun: numbers tell the others
-        alike = {number: each for number, each in self._prelude.items() if each == form}
-        found = [number for number, each in alike.items() if each.site == form.site]
+        every = [*self._prelude.items(), *((None, each) for each in self._withheld)]
+        alike = [(number, each) for number, each in every if each == form]
+        found = [number for number, each in alike if each.site == form.site]
         # The callers may differ by rank, the helper hardly does.
-        found = found or [number for number, each in alike.items() if each.line == form.line]
-        if len(found) == 1:
+        found = found or [number for number, each in alike if each.line == form.line]
+        if len(found) == 1 and found[0] is not None:
             self._begin_at(found[0])
             return
-        why = (
-            f"and the other ranks made it as collectives {', '.join(map(str, found))}: which of"
-            " these it is cannot be told"
-            if found
-            else "which the other ranks did not make between the last step and this forward"
-        )
+        why = "which the other ranks did not make between the last step and this forward"
+        if None in found:
+            why = "and the other ranks made one like it whose result nobody can give"
+        elif found:
+            numbers = ", ".join(map(str, found))
+            why = f"and the other ranks made it as collectives {numbers}: which of these it is"
+            why += " cannot be told"
         self._refuse(
             f"rank {self.rank} replaces one that was lost, and makes {form.kind} {form.tensors}"
             f" ({form.site}) before its first forward, {why}"

@@ -134,6 +134,7 @@ class Plan:
         base: the number of the first collective that replacements make or are given.
         prelude: the collectives between the end of that step and its forward start, by number, if
             they can be given: a loop that begins with a collective begins with one of these.
+        withheld: the forms of those before them, one of which nobody can give.
         donors: for each result that some rank lacks the rank that gives it, by number, ascending.
         forms: the form of each of these collectives.
     """
@@ -143,6 +144,7 @@ class Plan:
     donors: Mapping[int, int]
     forms: Mapping[int, Description]
     prelude: tuple[int, ...] = ()
+    withheld: tuple[Description, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,13 +248,15 @@ def _with_donors(
                 return PlanRefused(f"{what} is sparse, and cannot be given to who lacks it")
             return PlanRefused(f"{what} was changed before every rank had it")
         donors[number] = holder
-    prelude = () if step is None or base is None else _prelude(every, forms, step, base)
+    prelude, withheld = (
+        ((), ()) if step is None or base is None else _prelude(every, forms, step, base)
+    )
     for number in prelude:
         holder = _holder(every, number)
         assert holder is not None
         donors.setdefault(number, holder)
     donors = dict(sorted(donors.items()))
-    return Plan(step, base or 0, donors, {n: forms[n] for n in donors}, prelude)
+    return Plan(step, base or 0, donors, {n: forms[n] for n in donors}, prelude, withheld)
 
 
 def _holder(every: Sequence[Standing], number: int) -> int | None:
@@ -262,8 +266,11 @@ def _holder(every: Sequence[Standing], number: int) -> int | None:
 
 def _prelude(
     every: Sequence[Standing], forms: Mapping[int, Description], step: int, base: int
-) -> tuple[int, ...]:
-    """Return the last collectives before `base`, back to the step's end, that can be given."""
+) -> tuple[tuple[int, ...], tuple[Description, ...]]:
+    """Return the last collectives before `base` that can be given, and the forms of those before.
+
+    Back to the step's end. Where one is known to nobody none can be given: it may be any of them.
+    """
     found: list[int] = []
     # Who has joined at this step does not know where it ended.
     end = min((each.ends[step] for each in every if step in each.ends), default=base)
@@ -272,4 +279,6 @@ def _prelude(
         if form is None or not form.shared or _holder(every, number) is None:
             break
         found.insert(0, number)
-    return tuple(found)
+    before = [forms.get(number) for number in range(end, base - len(found))]
+    withheld = tuple(form for form in before if form is not None)
+    return (tuple(found), withheld) if len(withheld) == len(before) else ((), ())

@@ -168,7 +168,7 @@ class Worker:
             plan = replacement.plan
             assert plan is not None and plan.step is not None
             prelude = {number: plan.forms[number] for number in plan.prelude}
-            communicator.join(plan.base, prelude, plan.step)
+            communicator.join(plan.base, prelude, plan.step, plan.withheld)
             rendezvous.go_on_from(self._number)
         elif communicator.rank == 0:
             self._publish_setup()

@@ -109,6 +109,26 @@ def test_a_collective_that_may_be_another_of_the_others_or_none_restarts_all_ran
         communicator.wait(operation)
 
 
+@pytest.mark.parametrize("site", [TOP, "train.py:9 < train.py:31"])
+def test_one_like_it_that_nobody_can_give_restarts_all_ranks(
+    joined: Callable[..., Communicator], site: str
+) -> None:
+    communicator = joined()
+    communicator.join(BASE, {BASE - 1: form(site)}, STEP, [form(site)])
+    operation, _ = make(communicator, TOP)
+    assert not operation.future.done()
+    assert "whose result nobody can give" in communicator.refused
+
+
+def test_callers_tell_what_can_be_given_from_what_cannot(
+    joined: Callable[..., Communicator],
+) -> None:
+    communicator = joined(form(TOP))
+    communicator.join(BASE, {BASE - 1: form(TOP)}, STEP, [form(END)])
+    make(communicator, TOP)
+    assert not communicator.refused
+
+
 def test_one_collective_more_before_the_forward_restarts_all_ranks(
     joined: Callable[..., Communicator],
 ) -> None:

@@ -158,6 +158,24 @@ def test_ranks_compute_the_same_plan_whatever_order_they_hear_in() -> None:
     assert plan_of(both, (2,)) == plan_of(reversed(both), [2])
 
 
+def test_what_nobody_can_give_before_a_forward_is_withheld_and_named() -> None:
+    ranks = [
+        standing(rank, intact=forms(*range(10, 18), 19, 20), spoiled=forms(18), open=forms(21))
+        for rank in (0, 1)
+    ]
+    plan = planned(*ranks)
+    assert plan.prelude == (19,)
+    assert plan.withheld == (forms(18)[18],)
+
+
+def test_where_one_before_a_forward_is_known_to_nobody_none_is_given() -> None:
+    ranks = [
+        standing(rank, intact=forms(*range(10, 18), 19, 20), open=forms(21)) for rank in (0, 1)
+    ]
+    plan = planned(*ranks)
+    assert (plan.prelude, plan.withheld) == ((), ())
+
+
 def test_a_rank_that_joined_at_the_step_hides_no_collective_before_its_forward() -> None:
     plan = planned(
         standing(0, intact=forms(*range(10, 21)), open=forms(21)),

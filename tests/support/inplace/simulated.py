@@ -290,7 +290,7 @@ class Rank:
         self.state, self.step = self.job.restored(plan.step)
         with changed:
             prelude = {n: plan.forms[n] for n in plan.prelude}
-            self.communicator.join(plan.base, prelude, plan.step)
+            self.communicator.join(plan.base, prelude, plan.step, plan.withheld)
             self.recovery.attached(self)
 
     def point(self, where: str) -> None:
