@@ -110,7 +110,18 @@ def test_a_rank_that_is_lost_in_an_evaluation_is_replaced(
 ) -> None:
     options = ("eval", "policy=1")
     job = jobs.run(tmp_path, 2, STEPS, *options, faults=[Fault("kill", 6, "evaluation", rank)])
-    jobs.assert_in_place(job, golden.of(2, STEPS, *options))
+    assert_in_place_if_saved(job, golden.of(2, STEPS, *options))
+
+
+def assert_in_place_if_saved(job: jobs.Job, golden: jobs.Job) -> None:
+    """Assert that all was in place, or that all were restarted since a snapshot had slipped.
+
+    A rank that is lost behind an update needs the step before, which a busy machine may not have.
+    """
+    if job.refusals():
+        jobs.assert_restarted(job, golden, "cannot restore step")
+    else:
+        jobs.assert_in_place(job, golden)
 
 
 # ---- what the training does ----------------------------------------------------------------------
@@ -140,10 +151,8 @@ def test_a_rank_is_replaced_whatever_the_training_does(
     places = ((4, "backward"), (6, "between"), (8, "commit"))
     faults = [Fault("kill", step, phase, 1) for step, phase in places]
     job = jobs.run(tmp_path, 2, STEPS, *options, faults=faults, more=MANY)
-    if "policy=1" in options and job.refusals():  # behind an update the step before is needed
-        jobs.assert_restarted(job, golden.of(2, STEPS, *options), "cannot restore step")
-    else:
-        jobs.assert_in_place(job, golden.of(2, STEPS, *options))
+    check = assert_in_place_if_saved if "policy=1" in options else jobs.assert_in_place
+    check(job, golden.of(2, STEPS, *options))
 
 
 def test_a_replacement_s_modules_have_read_its_own_rank(
