@@ -77,7 +77,7 @@ class Standing:
         intact: those it has completed, whose results are as they were.
         spoiled: those it has completed and whose results have been changed since.
         issued: the number of the first collective that it has not begun yet.
-        left: why its training is over; empty while it trains.
+        unable: why it cannot go on with the others, behind its name; empty: it can.
     """
 
     rank: int
@@ -88,7 +88,7 @@ class Standing:
     intact: Mapping[int, Description] = field(default_factory=dict)
     spoiled: Mapping[int, Description] = field(default_factory=dict)
     issued: int = 0
-    left: str = ""
+    unable: str = ""
 
     @property
     def known(self) -> dict[int, Description]:
@@ -107,7 +107,7 @@ class Standing:
             name: [[n, each.to_message()] for n, each in getattr(self, name).items()]
             for name in ("open", "intact", "spoiled")
         }
-        plain = {name: getattr(self, name) for name in ("rank", "step", "issued", "left")}
+        plain = {name: getattr(self, name) for name in ("rank", "step", "issued", "unable")}
         instants = {name: [*getattr(self, name).items()] for name in ("starts", "ends")}
         return {**plain, **instants, **tables}
 
@@ -121,7 +121,7 @@ class Standing:
         instants: dict[str, Any] = {
             name: {int(step): int(n) for step, n in told[name]} for name in ("starts", "ends")
         }
-        plain = {name: told[name] for name in ("rank", "step", "issued", "left")}
+        plain = {name: told[name] for name in ("rank", "step", "issued", "unable")}
         return Standing(**plain, **instants, **tables)
 
 
@@ -163,8 +163,8 @@ def plan_of(standings: Iterable[Standing], lost: Iterable[int]) -> Plan | PlanRe
     """
     every, gone = sorted(standings, key=lambda each: each.rank), sorted(lost)
     for each in every:
-        if each.left:
-            return PlanRefused(f"rank {each.rank} has left the training: {each.left}")
+        if each.unable:
+            return PlanRefused(f"rank {each.rank} {each.unable}")
     if not every:
         return PlanRefused("no rank is left")
     steps = {each.step for each in every}

@@ -542,13 +542,14 @@ def standing_of(communicator: Communicator, left: str, step: int) -> Standing:
     for each in window:
         kind = "open" if id(each) in unfinished else "intact" if each.is_intact else "spoiled"
         every[kind][each.number] = each.form
-    if communicator.transfers:
-        left = left or (
-            f"it makes transfers between two ranks ({communicator.transfers}), which cannot be"
-            " repeated"
-        )
-    if window.overflown:
-        left = left or "it made more collectives than are kept, or larger ones"
+    unable = ""
+    if left:
+        unable = f"has left the training: {left}"
+    elif communicator.transfers:
+        transfer = communicator.transfers
+        unable = f"makes transfers between two ranks ({transfer}), which cannot be repeated"
+    elif window.overflown:
+        unable = "made more collectives than are kept, or larger ones"
     return Standing(
         communicator.rank,
         step,
@@ -556,7 +557,7 @@ def standing_of(communicator: Communicator, left: str, step: int) -> Standing:
         dict(window.ends),
         **every,
         issued=window.next,
-        left=left,
+        unable=unable,
     )
 
 

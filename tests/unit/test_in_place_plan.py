@@ -97,7 +97,7 @@ def test_a_broadcast_that_its_root_has_sent_is_given_to_who_has_not_begun_it() -
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (dict(left="its handle is closed"), "rank 1 has left the training: its handle is closed"),
+        (dict(unable="has left the training"), "rank 1 has left the training"),
         (dict(step=6, starts={6: 30}), "different steps"),
         (dict(open=forms(21, form=SEND), intact=forms(*range(10, 21))), "collective 21 is"),
         (dict(starts={4: 10, 5: 19}), "do not make the same collectives"),
@@ -147,7 +147,7 @@ def test_nobody_left_is_a_restart() -> None:
 
 
 def test_a_standing_is_the_same_behind_the_store() -> None:
-    sent = standing(1, open=forms(21), spoiled={9: SEND}, left="why")
+    sent = standing(1, open=forms(21), spoiled={9: SEND}, unable="why")
     found = Standing.from_message(json.loads(json.dumps(sent.to_message())))
     assert found == sent
     assert found.open[21].site == SUM.site
