@@ -290,13 +290,13 @@ class InPlaceRecovery:
         for rank in range(communicator.world):
             state.hear("ready", rank)
         self._connect(generation, plan, state)
+        if self.training is not None:  # while it is a recovery still: nobody ends the new ranks
+            self.training.recovered(gone, began_ns)
         with communicator.changed:
             self._done, self._lives = generation.number, None
             self.recoveries += 1
             self.recovering_s += (now_ns() - began_ns) / 1e9
             self.recovering = ""
-        if self.training is not None:
-            self.training.recovered(gone, began_ns)
         event(
             "recovered",
             logging.WARNING,

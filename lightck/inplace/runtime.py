@@ -80,8 +80,9 @@ class Worker:
     """The number of the next round, when all have attached."""
     _training: HandleTraining | None = None
     _ending: threading.Thread | None = None
-    _silent: tuple[list[int], int] = field(default_factory=lambda: ([], 0))
-    """The ranks that have not said that they hang, and at how many looks it was these."""
+    _silent: tuple[int, list[int], int] = 0, [], 0
+    """The ranks that have not said in a generation that they hang, and at how many looks it was
+    these: in the next one they are other processes."""
     _standing_ended: bool | None = None
     """False if all ranks wait, so that none can be ended for the others."""
 
@@ -224,9 +225,10 @@ class Worker:
         rank, world = self.communicator.rank, self.communicator.world
         try:
             generation, standing = self.votes.wait_for_others(rank, world)
-            same = self._silent[0] == standing
-            self._silent = standing, self._silent[1] + 1 if same else 1
-            settled = len(standing) == 1 or self._silent[1] >= _VOTES
+            same = self._silent[:2] == (generation.number, standing)
+            looks = self._silent[2] + 1 if same else 1
+            self._silent = generation.number, standing, looks
+            settled = len(standing) == 1 or looks >= _VOTES
             if not standing:
                 self._standing_ended = False
             elif settled and rank == min({*range(world)} - {*standing}):

@@ -120,7 +120,12 @@ class HandleTraining:
         return barrier.progress() if isinstance(barrier, DistributedBarrier) else None
 
     def recovered(self, ranks: Sequence[int], began_ns: int) -> None:
-        """Note that all ranks go on: lost ones are replaced, or connections were made anew."""
+        """Note that all ranks go on: lost ones are replaced, or connections were made anew.
+
+        The training thread is in the collective that it was in, and a replacement has its part of
+        the minibatch still to compute: it is not waited for since before it was there.
+        """
+        self.rescue.checkpointer.note_progress()
         for rank in ranks:
             self.rescue.rejoined(rank)
         trace = self.rescue.checkpointer.pipeline.trace

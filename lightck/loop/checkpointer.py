@@ -566,6 +566,10 @@ class Checkpointer:
         """Take note of commits and aborts. Any thread."""
         self.outcomes.poll(timeout_s)
 
+    def note_progress(self) -> None:
+        """Note that training goes on, seen by no hook: a hang counts from here. Any thread."""
+        self.ticks += 1
+
     def _tick(self) -> None:
         self.ticks += 1
         self.thread = threading.get_ident()
