@@ -385,9 +385,9 @@ def test_a_training_gives_the_bits_that_it_gives_under_torchrun(tmp_path: Path, 
 
 
 RESTARTS = {
+    "groups": ("in_place_off", "a process group of rank(s) 0, 1"),
     "fsdp": ("in_place_off", "alike on all ranks"),
     "nested": ("in_place_off", "a callback of a collective's future"),
-    "groups": ("in_place_off", "a process group of rank(s) 0, 1"),
     "two": ("in_place_refused", "between the first update of step 5 and that step's end"),
 }
 

@@ -329,8 +329,8 @@ def test_of_a_step_that_is_left_again_and_again_one_item_stays_aside(run_dir: Pa
 
 
 def test_a_store_whose_region_is_lost_gives_the_newest_of_its_history(run_dir: Path) -> None:
-    with lightck.Store(run_dir, keep=2) as store:
-        for step in (1, 2):
+    for step in (1, 2):
+        with lightck.Store(run_dir, keep=2) as store:  # its close waits for the copy
             store.save({"value": step}, step).result()
     for file in run_dir.glob("region-*.lck"):
         file.unlink()
