@@ -232,8 +232,8 @@ static void test_what_was_taken_to_be_unchanged_is_stored_by_who_finds_it_change
   tear_down(b, &t);
 }
 
-/* A sealed snapshot, captured into DRAM, that nobody drains before the pool has its pace again. */
-static stage sealed_without_drains(bed *b) {
+/* A snapshot, captured into DRAM, that nobody drains before the pool has its pace again. */
+static stage captured_without_drains(bed *b) {
   stage t = {.pool = make_pool(1, 1), .source = calloc(1, CHUNK)};
   CHECK(t.source, "memory");
   CHECK(lck_pool_pace(t.pool, 0) == 0, "%s", lck_last_error());
@@ -243,6 +243,11 @@ static stage sealed_without_drains(bed *b) {
       .offset = bed_slot(b, 0), .source = t.source, .length = CHUNK, .flags = LCK_COPY_STAGED};
   t.batch = bed_add(t.snapshot, &copy, 1);
   bed_capture(t.snapshot, t.batch, 1);
+  return t;
+}
+
+static stage sealed_without_drains(bed *b) {
+  stage t = captured_without_drains(b);
   CHECK(bed_seal(b, t.snapshot, 0, 1) == 0, "%s", lck_last_error());
   return t;
 }
@@ -407,19 +412,11 @@ static void test_a_reserve_without_work_sleeps(bed *b) {
 /* Drains that others have claimed are the reserve's to take away once the snapshot is sealed. In a
  * paused pool nothing else wakes it. */
 static void test_a_seal_wakes_a_reserve_that_has_its_turn(bed *b) {
-  stage t = {.pool = make_pool(1, 1), .source = calloc(1, CHUNK)};
-  CHECK(t.source, "memory");
+  stage t = captured_without_drains(b);
   lck_pool_lock(t.pool);
   t.pool->contention.left = 100;
   atomic_store(&t.pool->contention.on, 1);
   lck_pool_unlock(t.pool);
-  CHECK(lck_pool_pace(t.pool, 0) == 0, "%s", lck_last_error());
-  t.snapshot = bed_begin(b, t.pool, 0);
-  EVENTUALLY(t.snapshot->invalidated || !b->staged);
-  lck_copy copy = {
-      .offset = bed_slot(b, 0), .source = t.source, .length = CHUNK, .flags = LCK_COPY_STAGED};
-  t.batch = bed_add(t.snapshot, &copy, 1);
-  bed_capture(t.snapshot, t.batch, 1);
   bed_nap(20 * MS);
   uint64_t before = atomic_load(&t.pool->threads[1].visits);
   CHECK(bed_seal(b, t.snapshot, 0, 1) == 0, "%s", lck_last_error());
