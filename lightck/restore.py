@@ -131,7 +131,7 @@ def restore(
     path: str | os.PathLike[str] | None = None,
     *more: Never,
     extras: Mapping[str, Any] | None = None,
-    step: int | Literal["latest"] = "latest",
+    step: int | Literal["latest", "exact"] = "latest",
     strict: bool = True,
     **unknown: Never,
 ) -> RestoreInfo | None:
@@ -156,7 +156,9 @@ def restore(
         *more: nothing; further arguments are given by name.
         extras: the objects given to `attach` under the same names.
         step: which snapshot; by default the newest that is whole, but none that was finished early
-            (a warning is logged if it is) while an exact one is a step older at most.
+            (a warning is logged if it is) while an exact one is a step older at most. "exact": the
+            newest that was not finished early, however old, if there is one: for a loop that cannot
+            make up for what it does between a step's end and the next forward.
         strict: refuse when names, shapes or dtypes differ; False skips these (see `skipped`).
         **unknown: nothing; refused with the argument that may be meant.
 
@@ -181,7 +183,9 @@ def restore(
             raise LightckError("a handle records this model: close() or detach() the handle first")
         where = location.locate(Config.resolve(path=path).path, ranks.rank, create=False)
         live = Inventory(root, optimizers, parse(extras) + extra_states(root))
-        attempts = restore_attempts(ranks, where, wanted, known.continuation)
+        attempts = restore_attempts(
+            ranks, where, wanted, known.continuation, wants_exact=step == "exact"
+        )
         info = _exact(ranks, _first_restored(attempts, live, strict))
         ranks.leave()
     return info
@@ -193,10 +197,12 @@ def _wanted(step: object, strict: object, joining: Joining | None) -> int | None
         raise ConfigError(f"restore: strict must be True or False, found {strict!r}")
     if joining is not None:
         return joining.step
-    if step == "latest":
+    if step in ("latest", "exact"):
         return None
     if not isinstance(step, SupportsIndex) or isinstance(step, bool) or int(step) < 0:
-        raise ConfigError(f"restore: step must be the number of a step or 'latest', found {step!r}")
+        raise ConfigError(
+            f"restore: step must be the number of a step, 'latest' or 'exact', found {step!r}"
+        )
     return int(step)
 
 

@@ -73,7 +73,7 @@ class Lightck:
             **(extras or {}),
         }
         self.info: lightck.RestoreInfo | None = lightck.restore(
-            models, optimizers, path, extras=own
+            models, optimizers, path, extras=own, step="exact"
         )
         """The description of what was restored; None: nothing was there."""
         self.handle: lightck.Handle = lightck.attach(

@@ -15,11 +15,12 @@ from typing import Any
 import torch
 
 import lightck
-from lightck.errors import ConfigError, StateError
+from lightck.errors import ConfigError, LightckError, StateError
 
 try:
     import lightning.pytorch as pl
     from lightning.pytorch.callbacks import Checkpoint
+    from lightning.pytorch.utilities.exceptions import SIGTERMException
 except ImportError as error:
     raise ImportError(
         "lightck.integrations.lightning needs Lightning: pip install 'lightck[lightning]'"
@@ -99,7 +100,7 @@ class LightckCallback(Checkpoint):  # type: ignore[misc]
         extras = {**self._data(inside), **self._state(inside), **(self.extras or {})}
         where = (trainer.strategy.model, trainer.optimizers, self.path)
         if self._trained is not pl_module:
-            self.info = lightck.restore(*where, extras=extras)
+            self.info = lightck.restore(*where, extras=extras, step="exact")
             if self.info is not None:
                 self._resumed(trainer, inside)
         if self.boundary is not None:
@@ -121,7 +122,17 @@ class LightckCallback(Checkpoint):  # type: ignore[misc]
         self._close()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Save the last complete step for the exception, which goes on."""
+        """Save the last complete step for the exception, which goes on.
+
+        Lightning ends a training that has got SIGTERM between two batches, where the loops have
+        done all that belongs to the last one, or within a validation, where they have not.
+        """
+        done = isinstance(exception, SIGTERMException) and trainer.training
+        if done and self._running and self.handle is not None:
+            try:
+                self.handle.snapshot()  # exact; what is saved for an exception would be early
+            except LightckError as error:
+                exception.add_note(f"lightck: {error}")
         self._close(exception)
 
     # ---- inside ------------------------------------------------------------------------------

@@ -119,7 +119,7 @@ class LightckCheckpointer(BaseCheckpointManager):  # type: ignore[misc]
         where, config = (self._models, self._optimizers, self._path), self._config
         os.makedirs(os.path.dirname(os.path.abspath(self._path)), exist_ok=True)
         kept = {k: v for k, v in self._extras.items() if k not in config.exclude_from_loading}
-        self.info = lightck.restore(*where, extras=kept, step="latest" if step < 0 else step)
+        self.info = lightck.restore(*where, extras=kept, step="exact" if step < 0 else step)
         if self.info is None and step >= 0:
             raise NoSnapshotError(f"{self._path}: there is no snapshot of step {step}")
         loaded = self.info is not None or self._load_initial()

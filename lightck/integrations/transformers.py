@@ -134,7 +134,7 @@ class LightckCallback(TrainerCallback):  # type: ignore[misc]
         optimizer = getattr(given["optimizer"], "optimizer", given["optimizer"])
         where = (trainer.model_wrapped, optimizer, self.path)
         begun = state.global_step
-        self.info = lightck.restore(*where, extras=extras, step=begun or "latest")
+        self.info = lightck.restore(*where, extras=extras, step=begun or "exact")
         if self.info is not None and self.info.step != begun:
             raise ConfigError(
                 f"the Trainer begins at step {begun}, and the newest snapshot at {self.info.path}"
@@ -293,19 +293,19 @@ def _save(model: Any, tensors: Mapping[str, torch.Tensor], folder: Path) -> None
 
 
 def _newest(path: str | os.PathLike[str] | None) -> int | None:
-    """Return the step that `lightck.restore` would take; None: there is nothing at all.
+    """Return the step that `lightck.restore(step="exact")` takes; None: there is nothing at all.
 
     Raises:
         NoSnapshotError: snapshots are there, and none is whole.
     """
     rows = lightck.snapshots(path).to_pylist()
-    whole = {row["step"]: row["early"] for row in rows if row["state"] == "whole"}
-    if not whole:
-        if rows:
-            lightck.load(path)  # says what is wrong with them
-        return None
-    newest: int = max(whole)
-    return newest - 1 if whole[newest] and whole.get(newest - 1) is False else newest
+    whole = [row for row in rows if row["state"] == "whole"]
+    if rows and not whole:
+        lightck.load(path)  # says what is wrong with them
+    held = {(row["step"], row["rank"]) for row in whole}
+    exact = {(row["step"], row["rank"]) for row in whole if not row["early"]}
+    early = {step for step, _ in held - exact}
+    return max({step for step, _ in exact} - early or early, default=None)
 
 
 def _refuse(trainer: Any, loader: Any) -> None:

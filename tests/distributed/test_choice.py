@@ -169,6 +169,16 @@ def test_an_early_step_yields_to_nothing_that_is_two_steps_older() -> None:
     assert chosen(view(9, 8, 7), between) == (T1, 9)
 
 
+def test_an_early_step_yields_to_any_exact_one_where_the_ranks_want_that() -> None:
+    views = [view(9, 8, 4), marked(marked(view(9, 8, 4), 9, early=True), 8, early=True)]
+    choice = decide([replace(each, wants_exact=True) for each in views])
+    assert choice.key == Key(T1, 4, 2) and not choice.early
+    only = [replace(marked(view(8), 8, early=True), wants_exact=True)] * 2
+    assert decide(only).key == Key(T1, 8, 2) and decide(only).early
+    with pytest.raises(CoordinationError, match="exact on rank.s. 0; None on rank.s. 1"):
+        decide([replace(views[0], wants_exact=True), views[1]])
+
+
 def test_an_early_step_that_is_taken_names_the_newest_exact_one() -> None:
     far = marked(view(8, 4), 8, early=True)
     choice = decide([view(8, 4), far])

@@ -123,6 +123,20 @@ def test_restore_warns_of_an_early_snapshot_and_names_the_exact_one(
     warned = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert len(warned) == info.early
     assert all("of the exact ones step 1 is the newest" in text for text in warned)
+    exact = lightck.restore(again.model, list(again.optimizers), run_dir, step="exact")
+    assert exact is not None and (exact.step, exact.early) == (1, False)
+
+
+def test_where_only_an_early_snapshot_is_there_it_is_restored_though_an_exact_one_is_wanted(
+    run_dir: Path,
+) -> None:
+    loop = counting_loop()
+    with pytest.raises(Broken), attach(run_dir, loop, policy=AtSteps([9])):
+        loop.run(3)
+        loop.note()
+        raise Broken
+    info = lightck.restore(loop.model, list(loop.optimizers), run_dir, step="exact")
+    assert info is not None and (info.step, info.early) == (3, True)
 
 
 def test_an_exception_inside_the_update_saves_nothing(run_dir: Path) -> None:

@@ -25,6 +25,12 @@ SINGLE = {
 }
 """Examples of one process: the package that each needs, and its length here."""
 RANKS = {"ddp": "--epochs=5", "fsdp2": "--epochs=5"}
+FAULTS = {
+    # Lightning ends a training that has got SIGTERM by itself, also within a validation.
+    "lightning_fit": ["--fault=term:20:between", "--fault=term:64:evaluation", "--fault=kill:70"],
+}
+ANY_FAULTS = ["--kinds=kill,term"]
+"""The faults of the other examples: at random places."""
 
 
 @pytest.mark.timeout(600)
@@ -36,8 +42,8 @@ def test_an_example_is_killed_and_ends_bit_for_bit(name: str, tmp_path: Path) ->
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     command = [sys.executable, *(launcher if name in RANKS else [])]
     command += [str(ROOT / "examples" / f"{name}.py"), length]
-    chaos = [sys.executable, "-m", "lightck.cli", "chaos", "--kinds=kill,term", "--quiet=300"]
-    chaos += ["--", *command]
+    chaos = [sys.executable, "-m", "lightck.cli", "chaos", *FAULTS.get(name, ANY_FAULTS)]
+    chaos += ["--quiet=300", "--", *command]
     kept = {k: v for k, v in os.environ.items() if not k.startswith("LIGHTCK_")}
     kept |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)}
     try:

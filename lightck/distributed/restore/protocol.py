@@ -51,7 +51,12 @@ _LISTED = 12
 
 
 def restore_attempts(
-    ranks: Rendezvous, where: Location, step: int | None, continuation: Continuation | None = None
+    ranks: Rendezvous,
+    where: Location,
+    step: int | None,
+    continuation: Continuation | None = None,
+    *,
+    wants_exact: bool = False,
 ) -> Generator[RestoreAttempt, None, None]:
     """Yield the best snapshot that every rank can restore, then the next one if that failed.
 
@@ -62,6 +67,7 @@ def restore_attempts(
         ranks: the meeting; every rank calls this with the same step.
         where: the place of this rank's own region.
         step: only this step; None for the newest.
+        wants_exact: the newest exact one, however old, if there is one.
         continuation: of the model that is restored; None for a reader, which is no rank of a job.
             With one, a rank beyond the former world takes another's own state.
 
@@ -76,7 +82,7 @@ def restore_attempts(
     for _ in range(_TRIES):
         damaged: list[str] = []
         with RegionSurvey.opened(
-            where, ranks.rank, ranks.world, may_take_other_state=is_rank
+            where, ranks.rank, ranks.world, may_take_other_state=is_rank, wants_exact=wants_exact
         ) as survey:
             while (choice := _choose(ranks, survey, step)).key is not None:
                 why_not = (*choice.fell_back, *damaged)

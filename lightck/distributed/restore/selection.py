@@ -201,6 +201,7 @@ class RankView:
             snapshots were given up then); else 0.
         local_states: snapshots of which it has the rank-local state (buffers, generators, data
             position), but not the rest: (key, whether of the early instant).
+        wants_exact: an exact snapshot, however old, is wanted rather than an inexact one.
         unreadable: why its own region cannot be opened; empty if it can, or does not exist.
     """
 
@@ -214,6 +215,7 @@ class RankView:
     never_written: bool = False
     overwritten: bool = False
     fresh_timeline: int = 0
+    wants_exact: bool = False
     local_states: tuple[tuple[Key, bool], ...] = ()
     unreadable: str = ""
 
@@ -244,6 +246,7 @@ class RankView:
                 self.never_written,
                 self.overwritten,
                 self.fresh_timeline,
+                self.wants_exact,
             ],
             "unreadable": printable(self.unreadable)[:_LETTERS],
         }
@@ -392,7 +395,8 @@ def decide_restore(messages: Sequence[Message]) -> dict[str, Any]:
 
 def decide(views: Sequence[RankView]) -> Choice:
     """Choose the snapshot from the views of all ranks; a single process passes one view."""
-    _must_agree("step", [str(view.step) for view in views], "ask for the same step=")
+    steps = ["exact" if view.wants_exact else str(view.step) for view in views]
+    _must_agree("step", steps, "ask for the same step=")
     _must_agree("path", [view.path for view in views], "give every rank the same path=")
     ruling = ruling_lineage(_deciding_lineages(views))
     found: dict[Key, list[SnapshotOffer]] = {}
@@ -413,7 +417,9 @@ def decide(views: Sequence[RankView]) -> Choice:
     problems = _problems_of(views)
     plans = {key: plan_healing(key, views) for key in counting if len(found[key]) < len(views)}
     whole = [key for key in counting if not isinstance(plans.get(key), str)]
-    chosen, why = _prefer(whole, found, plans, passed_over, problems)
+    chosen, why = _prefer(
+        whole, found, plans, passed_over, problems, wants_exact=views[0].wants_exact
+    )
     planned = plans.get(chosen) if chosen is not None else None
     healed = planned if isinstance(planned, HealingPlan) else None
     anew = _never_whole(views, {key.timeline for key in excluded})
@@ -501,13 +507,15 @@ def _prefer(
     plans: Mapping[Key, HealingPlan | str],
     passed_over: list[str],
     problems: list[str],
+    *,
+    wants_exact: bool,
 ) -> tuple[Key | None, str]:
     """Return the snapshot to restore and why, or None and why; add to `passed_over` and `problems`.
 
     The newest comes first, but suspect snapshots come after all others, and an inexact one yields
-    to an exact one that is near. A snapshot is suspect or early if it is so on any rank. It is
-    inexact if it was finished early, or if a rank restores it without its own data position:
-    repeating one step costs less.
+    to an exact one that is near, with `wants_exact` to any. A snapshot is suspect or early if it is
+    so on any rank. It is inexact if it was finished early, or if a rank restores it without its own
+    data position: repeating one step costs less.
     """
 
     def inexact(key: Key) -> str:
@@ -537,7 +545,7 @@ def _prefer(
         return first, why
     early = _is_early(found[first])
     exact = next((key for key in clean if not inexact(key)), None)
-    if exact is not None and is_near(first.step, exact.step):
+    if exact is not None and (wants_exact or is_near(first.step, exact.step)):
         passed_over.append(f"step {first.step} {how}, and step {exact.step} is exact")
         return exact, f"step {exact.step} is exact, and step {first.step} {how}"
     if early:

@@ -104,6 +104,8 @@ class RegionSurvey:
     """The number of ranks now."""
     may_take_other_state: bool = True
     """True if a rank beyond the former world takes another rank's own state."""
+    wants_exact: bool = False
+    """True if an exact snapshot, however old, is wanted rather than an inexact one."""
     regions: list[SurveyedRegion] = field(default_factory=list)
     failure_regions: list[SurveyedRegion] = field(default_factory=list)
     """The failure regions of nodes, whose snapshots are of no single rank."""
@@ -127,7 +129,13 @@ class RegionSurvey:
     @classmethod
     @contextlib.contextmanager
     def opened(
-        cls, where: Location, rank: int, world: int, *, may_take_other_state: bool = True
+        cls,
+        where: Location,
+        rank: int,
+        world: int,
+        *,
+        may_take_other_state: bool = True,
+        wants_exact: bool = False,
     ) -> Iterator[RegionSurvey]:
         """Read the rank's own region and yield the result; close every region at the end.
 
@@ -136,7 +144,7 @@ class RegionSurvey:
         Raises:
             RegionError: the place is not safe, or what lies there is no region.
         """
-        found = cls(where, rank, world, may_take_other_state)
+        found = cls(where, rank, world, may_take_other_state, wants_exact)
         try:
             if where.exists and not select.is_blank(where):
                 try:
@@ -232,6 +240,7 @@ class RegionSurvey:
             and all(e.recovery.is_empty for e in (*self.regions, *self.failure_regions)),
             self.overwritten or self._is_overwritten(step),
             self._fresh_timeline(),
+            self.wants_exact,
             *self._told_to_others({offer.key for offer in offers}, step),
         )
 
