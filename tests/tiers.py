@@ -51,6 +51,7 @@ KEPT = {
         "test_a_rank_that_stands_still_costs_no_step_that_another_has": 1,
         "test_a_rank_that_holds_python_s_lock_costs_no_step": 1,
         "test_one_healthy_rank_of_three_is_enough": 1,
+        "test_a_rank_whose_disk_hangs_while_it_saves_costs_no_step": 1,
         "test_a_rank_of_an_earlier_life_that_wakes_changes_nothing": 1,
     },
     "distributed/test_fsdp.py": {

@@ -39,7 +39,7 @@ def attach(
     path: str | os.PathLike[str] | None = None,
     *,
     extras: Mapping[str, Any] | None = None,
-    step: int | Literal["latest"] = "latest",
+    step: int | Literal["latest", "exact"] = "latest",
     **settings: Any,
 ) -> Resumed:
     """Restore what is at `path` into the engine, and checkpoint it from now on.
@@ -52,7 +52,7 @@ def attach(
         path: as for `lightck.attach`.
         extras: as for `lightck.attach`; the position in the data is one. The engine's schedule and
             counters are taken without being given.
-        step: the step to restore; "latest" is the newest.
+        step: as for `lightck.restore`.
         **settings: as for `lightck.attach`.
 
     Raises:

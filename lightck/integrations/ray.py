@@ -56,7 +56,7 @@ def attach(
     path: str | os.PathLike[str] | None = None,
     *,
     extras: Mapping[str, Any] | None = None,
-    step: int | Literal["latest"] = "latest",
+    step: int | Literal["latest", "exact"] = "latest",
     **settings: Any,
 ) -> RayRun:
     """Restore what is at `path`, and checkpoint the training from now on.
@@ -71,7 +71,7 @@ def attach(
         path: as for `lightck.attach`. All workers are given the same path; where the group is
             started again on other nodes, it must be there as well.
         extras: as for `lightck.attach`.
-        step: the step to restore; "latest" is the newest.
+        step: as for `lightck.restore`.
         **settings: as for `lightck.attach`. The signals of `failure` are heard on the main thread
             only.
 

@@ -44,7 +44,7 @@ def attach(
     *,
     group: int | str | None = None,
     extras: Mapping[str, Any] | None = None,
-    step: int | Literal["latest"] = "latest",
+    step: int | Literal["latest", "exact"] = "latest",
     **settings: Any,
 ) -> Resumed:
     """Restore what this replica group has at `path`, and checkpoint it from now on.
@@ -62,7 +62,7 @@ def attach(
         group: number or name of the replica group; default `$REPLICA_GROUP_ID`.
         extras: as for `lightck.attach`. What a peer sends does not have them: a group that is
             healed keeps its own generators and position in the data.
-        step: the step to restore; "latest" is the newest.
+        step: as for `lightck.restore`.
         **settings: as for `lightck.attach`.
 
     Raises:

@@ -35,7 +35,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import lightck
+from lightck.failure import whole_save
+from lightck.region.native_pool import NativePool
 from lightck.region.region import Region
+from support import internals
 from support.distributed import ranks
 from support.distributed.resumed import same, state_of
 from support.proof import record
@@ -120,6 +123,34 @@ def test_one_healthy_rank_of_three_is_enough(region_dir: Path, frozen: dict[int,
     step = AT - 1 if "backward" in frozen.values() else AT
     info = go_on(region_dir, 3)
     assert info is not None and info.step == step
+
+
+def hanging_pool(*arguments: Any, **options: Any) -> NativePool:
+    pool = NativePool(*arguments, **options)
+    pool.limit(1)  # a byte per second: what is written to the medium never gets there
+    return pool
+
+
+@pytest.mark.parametrize("file", ["its own", "the node's"])
+def test_a_rank_whose_disk_hangs_while_it_saves_costs_no_step(region_dir: Path, file: str) -> None:
+    """One of three stands still; the lowest healthy one never gets its snapshot written."""
+
+    def train(me: ranks.Me) -> None:
+        job = Frozen(me.rank, KIND, "backward" if me.rank == 2 else "")
+        job.handle = job.attach(region_dir, on_error=lambda error: None, policy=NEVER)
+        if me.rank == 0 and file == "its own":
+            internals.pipeline(job.handle).pool.limit(1)
+        elif me.rank == 0:
+            whole_save.NativePool = hanging_pool  # type: ignore[misc, assignment]
+        with suppress(RuntimeError), job.handle:
+            while True:
+                job.iterate()
+
+    with ranks.started(3, train):
+        until(lambda: whole_steps(region_dir))
+    assert whole_steps(region_dir) == {AT - 1}
+    info = go_on(region_dir, 3)
+    assert info is not None and info.step == AT - 1
 
 
 def test_another_number_of_ranks_saves_whole_in_the_file_that_is_there(region_dir: Path) -> None:
