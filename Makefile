@@ -73,7 +73,7 @@ demo: venv ## Train, kill, restart and compare with an uninterrupted run
 	$(BIN)/lightck demo
 
 # Whole files at a time, since many share what they prepare; many tests wait for other processes.
-PYTEST_JOBS = 5
+PYTEST_JOBS = 4
 # Compiled modules are kept: every worker and child would compile all of lightck and its tests again.
 PYTEST = PYTHONDONTWRITEBYTECODE= LIGHTCK_NATIVE=$(TESTING) $(BIN)/python -m pytest -n $(PYTEST_JOBS) --dist loadfile
 CHECKED = $(shell $(BIN)/python -c 'import sys; sys.path.insert(0, "tests"); import tiers; \
@@ -83,8 +83,8 @@ check: venv native-test ## Run the native and unit tests, and a few of each othe
 	$(PYTEST) $(CHECKED)
 
 # The native part in two jobs: one alone leaves a processor idle. Mutants of the instruction order
-# prove the check, not the code: only test-full has them.
-FEWER = KILL_CYCLES=30 ORDER_MUTANTS=
+# prove the check, not the code: only test-full has them, and as many images as docs/proof.md shows.
+FEWER = KILL_CYCLES=30 ORDER_MUTANTS= CRASH_IMAGES=30000 CRASH_REPORT=crash-few
 test: venv ## Run the native tests, crash images and what pytest runs in minutes
 	$(MAKE) --no-print-directory -j2 --output-sync=target $(FEWER) native-test crash order kill
 	$(PYTEST)

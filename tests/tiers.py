@@ -28,7 +28,7 @@ KEPT = {
         "test_every_step_is_committed_on_every_rank": 1,
     },
     "distributed/test_buckets.py": {
-        "test_three_killed_ranks_go_on_with_the_sums_of_the_run_that_nothing_interrupts": 2,
+        "test_three_killed_ranks_go_on_with_the_sums_of_the_run_that_nothing_interrupts": 1,
         "test_of_the_first_step_rank_0_s_order_is_kept_before_ddp_has_told_the_others": 1,
         "test_what_is_computed_before_ddp_rebuilds_is_what_it_then_has": 2,
         "test_another_setting_of_ddp_is_left_alone_and_told": 2,
@@ -36,6 +36,9 @@ KEPT = {
     "distributed/test_closure_ranks.py": {
         "test_the_last_complete_step_is_there_on_every_rank": 1,
         "test_ranks_that_fail_inside_of_their_closures_go_on_bit_for_bit": 1,
+    },
+    "distributed/test_dtensor.py": {
+        "test_the_parts_of_all_ranks_lie_where_they_say_in_the_whole": 4,
     },
     "distributed/test_death_behind_gradients.py": {
         "test_what_is_not_as_it_would_have_been_at_its_fence_is_not_taken_for_it": 1,
@@ -89,22 +92,23 @@ KEPT = {
     "distributed/test_in_place.py": {
         "test_a_rank_that_is_lost_in_any_phase_is_replaced_and_no_other": 0,
         "test_ranks_are_lost_one_after_the_other_and_only_they_are_replaced": 1,
-        "test_a_rank_that_is_lost_in_the_last_step_is_replaced": 1,
+        "test_a_rank_that_is_lost_in_the_last_step_is_replaced": 0,
         "test_a_rank_that_is_lost_in_an_evaluation_is_replaced": 0,
         "test_a_rank_is_replaced_whatever_the_training_does": 0,
         "test_a_replacement_s_modules_have_read_its_own_rank": 0,
         "test_connections_are_cut_and_nothing_is_replaced_or_lost": 1,
         "test_what_cannot_be_recovered_in_place_restarts_all_ranks_with_its_reason": 1,
+        "test_sparse_gradients_are_reduced_again_and_never_given": 0,
         "test_where_recovery_in_place_is_off_all_ranks_are_restarted": 0,
         "test_all_ranks_that_are_lost_at_once_are_restarted": 0,
         "test_a_job_without_restarts_left_fails_and_goes_on_when_it_is_started_again": 0,
         "test_a_rank_that_ends_early_with_status_0_is_not_waited_for": 0,
         "test_a_rank_of_one_of_two_nodes_is_replaced_by_its_node_s_agent": 0,
         "test_a_training_gives_the_bits_that_it_gives_under_torchrun": 0,
-        "test_what_cannot_be_repeated_restarts_all_ranks_in_words_and_gives_the_same_bits": 1,
+        "test_what_cannot_be_repeated_restarts_all_ranks_in_words_and_gives_the_same_bits": 0,
     },
     "distributed/test_in_place_seams.py": {
-        "test_a_worker_ends_as_python_does_though_nothing_is_destroyed": 3,
+        "test_a_worker_ends_as_python_does_though_nothing_is_destroyed": 1,
     },
     "distributed/test_interleavings.py": {
         "test_no_order_lets_a_difference_pass_or_trusts_what_follows_it": 1,
@@ -116,6 +120,11 @@ KEPT = {
         "test_the_last_complete_step_is_there_on_every_rank": 1,
         "test_with_every_step_due_an_exact_snapshot_outlives_a_death_before_the_next_forward": 1,
         "test_what_a_survivor_takes_again_behind_its_update_does_not_hide_the_update": 1,
+    },
+    "distributed/test_policies_of_ranks.py": {
+        "test_a_best_metric_saves_the_evaluated_state_on_every_rank": 1,
+        "test_a_step_that_was_announced_is_given_up_when_the_loss_is_no_number": 1,
+        "test_another_number_of_ranks_goes_on_with_it_as_well": 1,
     },
     "distributed/test_resume.py": {
         "test_a_job_that_lost_a_rank_does_what_an_uninterrupted_one_does": 1,
@@ -149,7 +158,7 @@ KEPT = {
         "test_a_killed_training_resumes_bit_by_bit_on_memory": 0,
     },
     "e2e/test_bench.py": {
-        "test_a_definition_runs_and_every_engine_is_verified": 2,
+        "test_a_definition_runs_and_every_engine_is_verified": 1,
         "test_readme_s_picture_is_a_step_of_a_traced_run": 0,
         "test_the_command_trains_two_ranks_over_a_slow_network": 0,
         "test_the_command_runs_a_definition_in_processes_of_its_own": 0,
@@ -158,12 +167,17 @@ KEPT = {
         "test_a_killed_training_is_restarted_in_a_new_python": 0,
     },
     "e2e/test_chaos.py": {
+        "test_under_lightck_run_the_report_says_which_ranks_were_replaced_alone": 0,
         "test_faults_of_several_kinds_and_phases_under_torchrun": 0,
         "test_each_kind_comes_once_and_the_end_is_the_undisturbed_one": 0,
         "test_just_in_time_snapshots_leave_a_minibatch_to_lose": 0,
         "test_rare_snapshots_lose_what_lies_between_them": 0,
         "test_a_network_drop_passes": 0,
         "test_what_a_training_forgets_shows_as_a_difference": 0,
+    },
+    "e2e/test_gpu_check.py": {
+        "test_every_engine_of_a_part_is_measured_and_verified": 2,
+        "test_the_native_part_is_built_with_gcc_alone": 0,
     },
     "e2e/test_data.py": {
         "test_sampler_resumes_within_an_epoch_and_at_its_ends": 1,
@@ -179,7 +193,7 @@ KEPT = {
     },
     "e2e/test_documents.py": {
         "test_the_blocks_of_readme_run_one_behind_the_other": 0,
-        "test_a_framework_s_training_is_killed_and_goes_on_bit_for_bit": 1,
+        "test_a_framework_s_training_is_killed_and_goes_on_bit_for_bit": 0,
     },
     "e2e/test_examples.py": {
         "test_it_is_killed_and_goes_on_with_the_losses_of_a_run_that_nothing_ended": 1,
@@ -208,6 +222,7 @@ KEPT = {
     },
     "e2e/test_lifetime.py": {
         "test_death_at_any_moment_resumes_bit_for_bit": 0,
+        "test_interpreter_that_exits_without_close_keeps_what_was_open": 0,
         "test_attach_after_training_began_captures_what_there_is": 0,
         "test_every_setting_resumes_bit_for_bit": 1,
         "test_region_on_an_ordinary_file_resumes": 1,
@@ -274,6 +289,9 @@ KEPT = {
         "test_a_compiled_model_resumes": 1,
         "test_every_form_of_an_optimizer_resumes": 4,
     },
+    "integration/test_back_ends.py": {
+        "test_a_kill_inside_a_snapshot_leaves_the_older_one": 3,
+    },
     "integration/test_bad_regions.py": {
         "test_a_truncated_region_is_refused_with_its_sizes": 8,
         "test_another_format_version_is_named_with_the_one_this_release_reads": 4,
@@ -294,6 +312,7 @@ KEPT = {
     },
     "integration/test_media_faults.py": {
         "test_a_foreign_fault_still_ends_the_process_with_its_traceback": 1,
+        "test_poison_at_any_access_of_a_training_is_told_and_costs_no_older_snapshot": 2,
     },
     "integration/test_ownership.py": {
         "test_an_interpreter_that_exits_without_close_keeps_what_was_open": 1,
@@ -305,6 +324,10 @@ KEPT = {
         "test_sigterm_loses_no_more_than_the_minibatch_that_was_running": 2,
         "test_both_signals_at_once_save_the_step_and_the_more_final_one_ends_the_process": 2,
         "test_sigint_interrupts_the_main_thread_when_the_step_is_saved": 2,
+        "test_sigterm_while_training_goes_on_saves_a_step_that_is_golden": 2,
+    },
+    "integration/test_store.py": {
+        "test_a_killed_process_leaves_the_last_one_that_it_was_told_of_or_a_newer": 1,
     },
     "integration/test_streamed.py": {
         "test_what_is_changed_behind_the_update_is_part_of_the_snapshot": 9,
@@ -312,7 +335,8 @@ KEPT = {
     },
     "unit/test_bench_compare.py": {
         "test_benchmarks_can_be_chosen": 0,
-        "test_nothing_is_left_of_a_comparison_that_was_interrupted": 1,
+        "test_what_fails_in_one_tree_is_told_and_the_rest_is_compared": 0,
+        "test_nothing_is_left_of_a_comparison_that_was_interrupted": 0,
     },
     "unit/test_bench_models.py": {
         "test_sizes_and_numbers_are_those_of_the_labels": 0,
@@ -328,6 +352,9 @@ KEPT = {
     "unit/test_in_place_simulated.py": {
         "test_a_rank_that_is_lost_at_any_point_is_replaced_without_a_trace": 14,
         "test_whatever_is_lost_at_random_every_result_is_the_same": 12,
+    },
+    "unit/test_in_place_kept.py": {
+        "test_of_a_long_evaluation_a_bounded_part_is_kept_and_two_steps_later_it_is_over": 1,
     },
     "unit/test_lazy_import.py": {
         "test_restore_and_load_are_functions_whoever_imports_their_modules": 1,

@@ -133,7 +133,7 @@ def test_what_peers_call_a_setting_of_attach_is_known(
         ({"every": 10}, "every = 10; policy is an argument of attach"),
         ({"overwrite": True}, "overwrite is an argument of attach"),
         ({"stict": False}, "did you mean strict?"),
-        ({"step": "newest"}, "step must be .*'latest', found 'newest'"),
+        ({"step": "newest"}, "step must be .*'latest' or 'exact', found 'newest'"),
         ({"step": True}, "found True"),
         ({"step": -1}, "found -1"),
         ({"strict": "no"}, "strict must be True or False, found 'no'"),

@@ -453,8 +453,8 @@ def test_what_keep_chooses_stays_when_the_slots_are_written_over(run_dir: Path) 
 
 
 def test_a_store_that_goes_back_leaves_what_its_history_had_beyond(run_dir: Path) -> None:
-    with lightck.Store(run_dir, keep=9) as store:
-        for step in (1, 2, 3):
+    for step in (1, 2, 3):
+        with lightck.Store(run_dir, keep=9) as store:  # its close waits for the copy
             store.save(full(step), step).result()
     with lightck.Store(run_dir, keep=9) as store:
         store.save(full(20), 2).result()
