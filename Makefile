@@ -139,14 +139,14 @@ integrations: venv $(DEEPSPEED_OPS) ## Kill and resume the frameworks' own loops
 
 # Plain builds, with gigabytes of CUDA each, so that CI leaves them out. An environment is made once.
 TORCHES = torch==2.13.* torch
-torches: venv native-test ## Run the tests of recovery in place on the oldest and on the newest torch
+torches: venv native-test ## Run the tests of what lies on torch's inside, on the oldest and the newest torch
 	for torch in $(TORCHES); do \
 	  venv=build/torches/$$torch; python=$$venv/bin/python; \
 	  [ -e $$venv/.installed ] || { $(PYTHON) -m venv $$venv && $$python -m pip install --quiet "$$torch" numpy pyarrow \
-	    cffi matplotlib pytest pytest-timeout pytest-xdist hypothesis && touch $$venv/.installed; } || exit 1; \
+	    cffi matplotlib safetensors pytest pytest-timeout pytest-xdist hypothesis && touch $$venv/.installed; } || exit 1; \
 	  $$python -c 'import torch; print("torch", torch.__version__)' && \
-	  PYTHONDONTWRITEBYTECODE=1 PYTHONPATH=$(CURDIR) LIGHTCK_NATIVE=$(TESTING) $$python -m pytest -n 2 --dist load \
-	    tests/unit/test_in_place_*.py tests/distributed/test_in_place*.py || exit 1; \
+	  PYTHONDONTWRITEBYTECODE=1 PYTHONPATH=$(CURDIR) LIGHTCK_NATIVE=$(TESTING) $$python -m pytest -n 4 --dist loadfile \
+	    tests/unit tests/integration tests/distributed/test_in_place*.py || exit 1; \
 	done
 
 # On an idle machine: numbers measured beside other work mean little. BENCH='stress idle' runs these.

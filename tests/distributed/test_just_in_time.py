@@ -286,7 +286,10 @@ def test_an_update_that_fails_on_one_rank_ends_as_on_the_other_or_leaves_the_ste
     with ranks.started(2, train) as job:
         assert job.results() == [None, 5]
     found = resumed(region_dir, 2)
-    check(found, 2, 2 if draws else 5, early=True)
+    at, early = found[0][:2]
+    # Rank 1 may hear of the failure before its own update: then step 4 is there, too, and exact.
+    assert (at, early) in {(2 if draws else 5, True), (4, False)}
+    check(found, 2, at, early=early)
 
 
 def _left_off(me: ranks.Me, path: Path, before: Callable[[], Any]) -> Any:

@@ -88,7 +88,7 @@ def test_a_tree_comes_back_with_its_tensors() -> None:
         assert boundary_blob.raw(back) == boundary_blob.raw(tensor)
 
 
-@pytest.mark.filterwarnings("ignore:ComplexHalf")
+@pytest.mark.filterwarnings("ignore:(ComplexHalf|BComplex32)")
 @pytest.mark.parametrize("shape", [(), (0,), (3,), (2, 0, 3)])
 @pytest.mark.parametrize("name", DTYPES)
 def test_tensors_of_every_dtype_come_back_bit_for_bit(name: str, shape: tuple[int, ...]) -> None:
