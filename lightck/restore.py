@@ -143,11 +143,10 @@ def restore(
     training forward they are set once more, to what they were at that forward.
 
     Under torch.distributed every rank calls this. They take the newest snapshot of which each can
-    read its whole state, or receive it: replicated state goes from a rank that has it to those
-    that lack it, over gloo (`info.healed`). All take the same; nothing is changed on any rank
-    before each has checked all of it. On another number of ranks than wrote the
-    snapshot replicated state is found by name; buffers, extras and data positions of rank r are
-    those of rank r modulo that number.
+    read its whole state, or receive it: replicated state goes from a rank that has it to those that
+    lack it, over gloo (`info.healed`). All take the same; nothing is changed on any rank before
+    each has checked all of it. On another number of ranks than wrote it replicated state is found
+    by name; buffers, extras and data positions of rank r are those of rank r modulo that number.
 
     Args:
         model: a module, or several.
@@ -156,9 +155,8 @@ def restore(
         *more: nothing; further arguments are given by name.
         extras: the objects given to `attach` under the same names.
         step: which snapshot; by default the newest that is whole, but none that was finished early
-            (a warning is logged if it is) while an exact one is a step older at most. "exact": the
-            newest that was not finished early, however old, if there is one: for a loop that cannot
-            make up for what it does between a step's end and the next forward.
+            (a warning is logged if it is) while an exact one is a step older at most; by "exact" no
+            early one while any exact one is there, for loops that cannot make up for what it lacks.
         strict: refuse when names, shapes or dtypes differ; False skips these (see `skipped`).
         **unknown: nothing; refused with the argument that may be meant.
 
@@ -183,9 +181,7 @@ def restore(
             raise LightckError("a handle records this model: close() or detach() the handle first")
         where = location.locate(Config.resolve(path=path).path, ranks.rank, create=False)
         live = Inventory(root, optimizers, parse(extras) + extra_states(root))
-        attempts = restore_attempts(
-            ranks, where, wanted, known.continuation, wants_exact=step == "exact"
-        )
+        attempts = restore_attempts(ranks, where, wanted, known.continuation, step == "exact")
         info = _exact(ranks, _first_restored(attempts, live, strict))
         ranks.leave()
     return info

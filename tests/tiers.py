@@ -64,13 +64,14 @@ KEPT = {
     },
     "distributed/test_fsdp_state.py": {
         "test_parts_that_are_not_of_one_whole_are_not_put_together": 2,
+        "test_the_sharded_parameters_are_named_at_every_moment_of_a_step": 1,
     },
     "distributed/test_full_regions.py": {
         "test_a_failure_finds_a_slot_though_no_due_step_s_fate_is_known": 1,
     },
     "distributed/test_golden.py": {
         "test_ranks_that_are_killed_at_any_instant_go_on_as_if_nothing_had_happened": 1,
-        "test_ddp_s_options_change_nothing_of_that": 1,
+        "test_ddp_s_options_change_nothing_of_that": 0,
         "test_a_kill_between_the_first_update_and_the_schedule_leaves_the_schedule_to_the_loop": 0,
         "test_a_rank_that_stands_still_makes_others_wait_for_its_gradients_only": 0,
     },
@@ -97,8 +98,9 @@ KEPT = {
         "test_a_rank_is_replaced_whatever_the_training_does": 0,
         "test_a_replacement_s_modules_have_read_its_own_rank": 0,
         "test_connections_are_cut_and_nothing_is_replaced_or_lost": 1,
-        "test_what_cannot_be_recovered_in_place_restarts_all_ranks_with_its_reason": 1,
+        "test_what_cannot_be_recovered_in_place_restarts_all_ranks_with_its_reason": 0,
         "test_sparse_gradients_are_reduced_again_and_never_given": 0,
+        "test_a_rank_that_stands_is_ended_for_the_others_and_replaced": 0,
         "test_where_recovery_in_place_is_off_all_ranks_are_restarted": 0,
         "test_all_ranks_that_are_lost_at_once_are_restarted": 0,
         "test_a_job_without_restarts_left_fails_and_goes_on_when_it_is_started_again": 0,
@@ -176,7 +178,7 @@ KEPT = {
         "test_what_a_training_forgets_shows_as_a_difference": 0,
     },
     "e2e/test_gpu_check.py": {
-        "test_every_engine_of_a_part_is_measured_and_verified": 2,
+        "test_every_engine_of_a_part_is_measured_and_verified": 1,
         "test_the_native_part_is_built_with_gcc_alone": 0,
     },
     "e2e/test_data.py": {
@@ -193,10 +195,11 @@ KEPT = {
     },
     "e2e/test_documents.py": {
         "test_the_blocks_of_readme_run_one_behind_the_other": 0,
+        "test_the_blocks_of_a_guide_s_page_run_one_behind_the_other": 8,
         "test_a_framework_s_training_is_killed_and_goes_on_bit_for_bit": 0,
     },
     "e2e/test_examples.py": {
-        "test_it_is_killed_and_goes_on_with_the_losses_of_a_run_that_nothing_ended": 1,
+        "test_it_is_killed_and_goes_on_with_the_losses_of_a_run_that_nothing_ended": 0,
         "test_an_exception_between_the_update_and_the_schedule_loses_no_step": 0,
     },
     "e2e/test_extras.py": {
@@ -356,9 +359,13 @@ KEPT = {
     "unit/test_in_place_kept.py": {
         "test_of_a_long_evaluation_a_bounded_part_is_kept_and_two_steps_later_it_is_over": 1,
     },
+    "unit/test_in_place_spare.py": {
+        "test_a_spare_is_used_where_its_modules_read_what_the_worker_has_too": 0,
+        "test_a_spare_looks_for_modules_where_its_worker_does": 0,
+    },
     "unit/test_lazy_import.py": {
-        "test_restore_and_load_are_functions_whoever_imports_their_modules": 1,
-        "test_under_chaos_restore_is_disturbed_whichever_name_comes_first": 1,
+        "test_restore_and_load_are_functions_whoever_imports_their_modules": 0,
+        "test_under_chaos_restore_is_disturbed_whichever_name_comes_first": 0,
     },
     "unit/test_plan.py": {
         "test_a_picture_is_drawn_and_not_replaced_without_force": 1,
@@ -371,7 +378,7 @@ KEPT = {
         "test_what_is_learned_does_not_depend_on_leaps": 3,
     },
     "unit/test_update_bits.py": {
-        "test_updates_run_on_the_threads_that_torch_s_kernels_run_on": 1,
+        "test_updates_run_on_the_threads_that_torch_s_kernels_run_on": 0,
     },
 }
 

@@ -1,31 +1,33 @@
 """Measure what an integration adds to a step of GPT-2 small; on a quiet machine.
 
     make integrations
-    PYTHONPATH=. .venv-integrations/bin/python tests/integrations/step_time.py FRAMEWORK SIZE ROUNDS
+    PYTHONPATH=. .venv-integrations/bin/python tests/integrations/step_time.py FRAMEWORK SIZE TURNS
 
-The same script in turn without lightck, and with a snapshot every ten steps, in one process. Prints
-the seconds per step of each pair by the clock, and of processor of all threads, lightck's own too,
-which neighbours on the machine disturb less; then the median of either's ratios. Where a machine
-drifts by more than is asked for, "snapshots" holds still: a mean step by a median one, in which
-there is no snapshot, divided by the same without lightck. It leaves out what every step costs, for
-which "toy" has steps that are short enough. FRAMEWORK is one
-of those below, SIZE is "small" (GPT-2, 1.5 GB of state; the default) or "toy", ROUNDS are 6; one
-more is made before them and not counted. Freed memory is kept by the process: else some steps
-fault their gradients in anew and others do not, which makes 0.8 s or 1.25 s of one and the same.
+The same script without lightck, and with a snapshot every ten steps, in one process: two trainings
+that take turns of ten steps, so that a machine that drifts does so under both. Prints each pair of
+turns: the seconds per step by the clock, and of processor of all threads, lightck's own too, which
+neighbours on the machine disturb less; then the median of either's ratios with its 95 % interval.
+"snapshots" holds still where the machine does not: a mean step by a median one, in which there is
+no snapshot, divided by the same without lightck; it leaves out what every step costs, for which
+"toy" has steps that are short enough. FRAMEWORK is one of those below, SIZE is "small" (GPT-2,
+1.5 GB of state; the default) or "toy", TURNS are 12; one more is made before them and not counted.
+Freed memory is kept by the process: else some steps fault their gradients in anew and others do
+not, which makes 0.8 s or 1.25 s of one and the same.
 """
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import ctypes
 import itertools
 import logging
 import os
+import random
 import shutil
 import statistics
 import sys
 import tempfile
+import threading
 import time
 import warnings
 from collections.abc import Callable
@@ -42,9 +44,9 @@ from transformers import GPT2Config, GPT2LMHeadModel
 import lightck
 
 EVERY = 10
-CYCLES = 4
-"""Cycles of `EVERY` steps in a training, the first of which is not counted."""
-STEPS = EVERY * CYCLES
+TURNS = int(sys.argv[3]) if len(sys.argv) > 3 else 12
+STEPS = EVERY * (TURNS + 2)
+"""Half a turn before the first, so that a snapshot is begun and written in the middle of one."""
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
 """Numbers of options in malloc.h of glibc."""
 SIZES: dict[str, dict[str, int]] = {
@@ -79,8 +81,36 @@ def adamw(model: Any) -> torch.optim.AdamW:
     return torch.optim.AdamW(model.parameters(), lr=1e-4)
 
 
-Ends = list[tuple[float, float]]
-"""When each step has ended: seconds of a monotonic clock, and of processor of the process."""
+class Turn:
+    """The turns of one of two trainings, each on a thread of its own: who ends one wakes the other.
+
+    Attributes:
+        ends: when each step has ended: seconds of a monotonic clock, and of processor of the
+            process; a pair of those at which the turn began comes before those of each turn.
+    """
+
+    def __init__(self) -> None:
+        self.ends: list[list[tuple[float, float]]] = []
+        self.other = self
+        self._steps = 0
+        self._may = threading.Semaphore(0)
+
+    def begin(self) -> None:
+        """Wait for the other to end its turn."""
+        self._may.acquire()
+        self.ends.append([now()])
+
+    def give(self, turns: int = 1) -> None:
+        """Let the other go on."""
+        self.other._may.release(turns)
+
+    def step_ended(self) -> None:
+        """Note the end of a step; behind the last of a turn wait for the next one."""
+        self._steps += 1
+        self.ends[-1].append(now())
+        if self._steps % EVERY == EVERY // 2:
+            self.give()
+            self.begin()
 
 
 def now() -> tuple[float, float]:
@@ -88,7 +118,7 @@ def now() -> tuple[float, float]:
     return time.perf_counter(), time.process_time()
 
 
-def train_lightning(size: str, path: Path | None) -> Ends:
+def train_lightning(size: str, path: Path | None, turn: Turn) -> None:
     """Train by Lightning's Trainer."""
     import lightning
 
@@ -107,10 +137,9 @@ def train_lightning(size: str, path: Path | None) -> Ends:
 
     class Times(lightning.Callback):
         def on_train_batch_end(self, *_: Any) -> None:
-            ends.append(now())
+            turn.step_ended()
 
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    ends: Ends = []
     rows = Tokens()
     own = [] if path is None else [LightckCallback(path, policy=EVERY)]
     lightning.Trainer(
@@ -118,10 +147,9 @@ def train_lightning(size: str, path: Path | None) -> Ends:
         enable_checkpointing=path is not None, enable_progress_bar=False,
         enable_model_summary=False,
     ).fit(Module(), DataLoader(rows, 1, sampler=lightck.ResumableSampler(rows)))  # fmt: skip
-    return ends
 
 
-def train_transformers(size: str, path: Path | None) -> Ends:
+def train_transformers(size: str, path: Path | None, turn: Turn) -> None:
     """Train by Hugging Face's Trainer."""
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
@@ -129,9 +157,8 @@ def train_transformers(size: str, path: Path | None) -> Ends:
 
     class Times(TrainerCallback):
         def on_step_end(self, *_: Any, **__: Any) -> None:
-            ends.append(now())
+            turn.step_ended()
 
-    ends: Ends = []
     arguments = TrainingArguments(
         "out", max_steps=STEPS, per_device_train_batch_size=1, save_strategy="no", report_to=[],
         logging_steps=STEPS, use_cpu=True, disable_tqdm=True,
@@ -142,10 +169,9 @@ def train_transformers(size: str, path: Path | None) -> Ends:
     else:
         checkpoints = LightckCallback(path, policy=EVERY).bind(trainer)
         trainer.train(resume_from_checkpoint=checkpoints.checkpoint())
-    return ends
 
 
-def train_accelerate(size: str, path: Path | None) -> Ends:
+def train_accelerate(size: str, path: Path | None, turn: Turn) -> None:
     """Train by a loop with Accelerate."""
     from accelerate import Accelerator
 
@@ -154,7 +180,6 @@ def train_accelerate(size: str, path: Path | None) -> Ends:
     accelerator, model = Accelerator(cpu=True), model_of(size)
     loader: Any = DataLoader(Tokens(), 1, shuffle=True)
     model, optimizer, loader = accelerator.prepare(model, adamw(model), loader)
-    ends: Ends = []
     run: Any = contextlib.nullcontext()
     if path is not None:
         run = Lightck(accelerator, path, policy=EVERY)
@@ -165,11 +190,10 @@ def train_accelerate(size: str, path: Path | None) -> Ends:
                     accelerator.backward(model(**batch).loss)
                     optimizer.step()
                     optimizer.zero_grad()
-                ends.append(now())
-    return ends
+                turn.step_ended()
 
 
-def train_deepspeed(size: str, path: Path | None) -> Ends:
+def train_deepspeed(size: str, path: Path | None, turn: Turn) -> None:
     """Train by DeepSpeed's engine, ZeRO 0, one rank."""
     import deepspeed
     import torch.distributed as dist
@@ -187,7 +211,6 @@ def train_deepspeed(size: str, path: Path | None) -> Ends:
     engine, *_ = deepspeed.initialize(model=model, optimizer=adamw(model), config=config)
     rows = Tokens()
     sampler = lightck.ResumableSampler(rows)
-    ends: Ends = []
     run: Any = contextlib.nullcontext()
     if path is not None:
         run = attach(engine, path, extras={"data": sampler}, policy=EVERY)
@@ -195,11 +218,10 @@ def train_deepspeed(size: str, path: Path | None) -> Ends:
         for batch in DataLoader(rows, 1, sampler=sampler):
             engine.backward(engine(**batch).loss)
             engine.step()
-            ends.append(now())
-    return ends
+            turn.step_ended()
 
 
-FRAMEWORKS: dict[str, Callable[[str, Path | None], Ends]] = {
+FRAMEWORKS: dict[str, Callable[[str, Path | None, Turn], None]] = {
     "lightning": train_lightning,
     "transformers": train_transformers,
     "accelerate": train_accelerate,
@@ -207,33 +229,59 @@ FRAMEWORKS: dict[str, Callable[[str, Path | None], Ends]] = {
 }
 
 
-def steps_of(framework: str, size: str, path: Path | None) -> dict[str, list[float]]:
-    """Return the seconds of each step by either clock, of whole cycles behind the first."""
-    torch.manual_seed(0)
-    ends = FRAMEWORKS[framework](size, path)
-    if len(ends) != STEPS:
-        raise RuntimeError(f"{framework} has made {len(ends)} steps instead of {STEPS}")
-    counted = ends[EVERY - 1 :]
-    return {
-        name: [after[i] - before[i] for before, after in itertools.pairwise(counted)]
-        for i, name in enumerate(("clock", "processor"))
-    }
+def train_both(framework: str, size: str, folder: Path) -> tuple[Turn, Turn]:
+    """Train without lightck and with it, in turns; return the turns of both."""
+    without, beside = Turn(), Turn()
+    without.other, beside.other = beside, without
+    failed: list[BaseException] = []
+
+    def train(path: Path | None, turn: Turn) -> None:
+        try:
+            turn.begin()
+            torch.manual_seed(0)
+            FRAMEWORKS[framework](size, path, turn)
+        except BaseException as error:  # noqa: BLE001 - of a thread: raised below
+            failed.append(error)
+        turn.give(STEPS)  # the other one is left alone
+
+    thread = threading.Thread(target=train, args=(None, without))
+    thread.start()
+    beside.give()
+    train(folder, beside)  # lightck hears signals on the main thread
+    thread.join()
+    if failed:
+        raise failed[0]
+    return without, beside
 
 
-def compare(off: dict[str, list[float]], on: dict[str, list[float]]) -> dict[str, float]:
-    """Print a pair of trainings; return what lightck makes a step longer by, as ratios."""
-    mean, middle = statistics.mean, statistics.median
-    ratios = {}
-    for name in off:
-        ratios[name] = mean(on[name]) / mean(off[name])
-        alone = mean(on[name]) / middle(on[name]) / (mean(off[name]) / middle(off[name]))
-        ratios[f"{name}, snapshots"] = alone
-        print(
-            f"{name} {mean(off[name]):.4f} s {mean(on[name]):.4f} s"
-            f" {ratios[name]:.3f}, snapshots {alone:.3f}",
-            flush=True,
-        )
-    return ratios
+def steps_of(turn: Turn, clock: int) -> list[list[float]]:
+    """Return the seconds of each step of the turns that count."""
+    whole = [each for each in turn.ends if len(each) == EVERY + 1][-TURNS:]
+    return [[b[clock] - a[clock] for a, b in itertools.pairwise(each)] for each in whole]
+
+
+def interval(ratios: list[float]) -> tuple[float, float]:
+    """Return the 95 % interval of a median, by resampling."""
+    dice = random.Random(1)
+    medians = sorted(statistics.median(dice.choices(ratios, k=len(ratios))) for _ in range(2000))
+    return medians[50], medians[-51]
+
+
+def report(without: Turn, beside: Turn) -> None:
+    """Print what lightck makes a step longer by, as ratios."""
+    mean = statistics.mean
+    for i, name in enumerate(("clock", "processor")):
+        off, on = steps_of(without, i), steps_of(beside, i)
+        ratios = [mean(b) / mean(a) for a, b in zip(off, on, strict=True)]
+        for a, b, ratio in zip(off, on, ratios, strict=True):
+            print(f"{name} {mean(a):.4f} s {mean(b):.4f} s {ratio:.3f}")
+        low, high = interval(ratios)
+        alone = 1.0
+        for each, sign in ((on, 1), (off, -1)):
+            shares = [mean(steps) / statistics.median(steps) for steps in each]
+            alone *= mean(shares) ** sign
+        print(f"{name}: {statistics.median(ratios):.3f} [{low:.3f}, {high:.3f}],", end=" ")
+        print(f"snapshots {alone:.3f}", flush=True)
 
 
 def main() -> None:
@@ -245,23 +293,11 @@ def main() -> None:
             raise RuntimeError(f"mallopt({option}, {value}) was refused")
     framework = sys.argv[1]
     size = sys.argv[2] if len(sys.argv) > 2 else "small"
-    rounds = int(sys.argv[3]) if len(sys.argv) > 3 else 6
     folder = Path(tempfile.mkdtemp(prefix="lightck-test-", dir="/dev/shm"))
-    ratios: dict[str, list[float]] = collections.defaultdict(list)
     try:
-        for i in range(rounds + 1):
-            found = {}
-            for on in (False, True) if i % 2 else (True, False):
-                found[on] = steps_of(framework, size, folder / str(i) if on else None)
-            shutil.rmtree(folder / str(i))
-            for name, ratio in compare(found[False], found[True]).items():
-                if i:
-                    ratios[name].append(ratio)
+        report(*train_both(framework, size, folder / "run"))
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    for name, each in ratios.items():
-        middle = statistics.median(each)
-        print(f"{framework} {size}, {name}: {middle:.3f} [{min(each):.3f}, {max(each):.3f}]")
 
 
 if __name__ == "__main__":

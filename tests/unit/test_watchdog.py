@@ -81,6 +81,7 @@ def test_a_snapshot_that_does_not_fit_is_told_once_as_soon_as_it_is_known(
 ) -> None:
     known: list[SnapshotCost] = []
     guard = guard_of(Rescue(), Failure(signals=()))
+    others = {*threading.enumerate()}  # pytest's own
     guard.saver.snapshot_cost = lambda usable_s: known[0] if known else None  # type: ignore[method-assign]
     with caplog.at_level(logging.WARNING, "lightck"):
         guard.check_budget(1000.0)
@@ -92,9 +93,8 @@ def test_a_snapshot_that_does_not_fit_is_told_once_as_soon_as_it_is_known(
         assert not guard._warned, "asked rarely"
         for now_s in (1011.0, 1022.0, 1033.0):
             guard.check_budget(now_s)
-        for thread in threading.enumerate():  # it is told on a thread of its own
-            if thread is not threading.current_thread():
-                thread.join(30.0)
+        for thread in {*threading.enumerate()} - others:  # it is told on a thread of its own
+            thread.join(30.0)
     (told,) = [r for r in caplog.records if getattr(r, "lightck_event", "") == "budget"]
     assert "a policy of 1000 steps" in told.getMessage()
 

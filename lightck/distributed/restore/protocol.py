@@ -55,7 +55,6 @@ def restore_attempts(
     where: Location,
     step: int | None,
     continuation: Continuation | None = None,
-    *,
     wants_exact: bool = False,
 ) -> Generator[RestoreAttempt, None, None]:
     """Yield the best snapshot that every rank can restore, then the next one if that failed.
