@@ -11,8 +11,8 @@ neighbours on the machine disturb less; then the median of either's ratios with 
 no snapshot, divided by the same without lightck; it leaves out what every step costs, for which
 "toy" has steps that are short enough. FRAMEWORK is one of those below, SIZE is "small" (GPT-2,
 1.5 GB of state; the default) or "toy", TURNS are 12; one more is made before them and not counted.
-Freed memory is kept by the process: else some steps fault their gradients in anew and others do
-not, which makes 0.8 s or 1.25 s of one and the same.
+Freed memory is kept by the process, in one arena for both threads: else some steps fault their
+gradients in anew and others do not, which makes 0.8 s or 1.25 s of one and the same.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ EVERY = 10
 TURNS = int(sys.argv[3]) if len(sys.argv) > 3 else 12
 STEPS = EVERY * (TURNS + 2)
 """Half a turn before the first, so that a snapshot is begun and written in the middle of one."""
-M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
+M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -4, -8
 """Numbers of options in malloc.h of glibc."""
 SIZES: dict[str, dict[str, int]] = {
     "small": {},
@@ -288,7 +288,7 @@ def main() -> None:
     """Measure, and print."""
     warnings.simplefilter("ignore")
     libc = ctypes.CDLL(None)
-    for option, value in ((M_TRIM_THRESHOLD, 2**31 - 1), (M_MMAP_MAX, 0)):
+    for option, value in ((M_TRIM_THRESHOLD, 2**31 - 1), (M_MMAP_MAX, 0), (M_ARENA_MAX, 1)):
         if not libc.mallopt(option, value):
             raise RuntimeError(f"mallopt({option}, {value}) was refused")
     framework = sys.argv[1]
