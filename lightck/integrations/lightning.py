@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 import lightck
-from lightck.errors import ConfigError, LightckError, StateError
+from lightck.errors import ConfigError, StateError
 
 try:
     import lightning.pytorch as pl
@@ -131,8 +131,8 @@ class LightckCallback(Checkpoint):  # type: ignore[misc]
         if done and self._running and self.handle is not None:
             try:
                 self.handle.snapshot()  # exact; what is saved for an exception would be early
-            except LightckError as error:
-                exception.add_note(f"lightck: {error}")
+            except Exception as error:  # noqa: BLE001 - also of a user's state_dict
+                exception.add_note(f"lightck: {error!r}")
         self._close(exception)
 
     # ---- inside ------------------------------------------------------------------------------

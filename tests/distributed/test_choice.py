@@ -173,9 +173,11 @@ def test_an_early_step_yields_to_any_exact_one_where_the_ranks_want_that() -> No
     views = [view(9, 8, 4), marked(marked(view(9, 8, 4), 9, early=True), 8, early=True)]
     choice = decide([replace(each, wants_exact=True) for each in views])
     assert choice.key == Key(T1, 4, 2) and not choice.early
+    said = [replace(each, wants_exact=True).to_message() for each in views]
+    assert Choice.from_message(decide_restore(said)).key == choice.key
     only = [replace(marked(view(8), 8, early=True), wants_exact=True)] * 2
     assert decide(only).key == Key(T1, 8, 2) and decide(only).early
-    with pytest.raises(CoordinationError, match="exact on rank.s. 0; None on rank.s. 1"):
+    with pytest.raises(CoordinationError, match="None, exact on rank.s. 0; None on rank.s. 1"):
         decide([replace(views[0], wants_exact=True), views[1]])
 
 

@@ -169,6 +169,7 @@ def test_an_exception_waits_for_a_rank_that_can_only_save_the_instant_before(
         (failed,) = job.outcomes([0])
         assert "gone" in str(failed)
         job.kill(1)
+    assert whole_steps(region_dir) == {AT - 1}
     assert go_on(region_dir, wanted) == AT - 1
 
 

@@ -85,8 +85,8 @@ class Turn:
     """The turns of one of two trainings, each on a thread of its own: who ends one wakes the other.
 
     Attributes:
-        ends: when each step has ended: seconds of a monotonic clock, and of processor of the
-            process; a pair of those at which the turn began comes before those of each turn.
+        ends: for each turn when it has begun, then when each of its steps has ended: seconds of a
+            monotonic clock, and of processor of the process.
     """
 
     def __init__(self) -> None:

@@ -6,6 +6,7 @@ The examples of frameworks need those; so all of them are run here, where they a
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -29,6 +30,7 @@ FAULTS = {
     # Lightning ends a training that has got SIGTERM by itself, also within a validation.
     "lightning_fit": ["--fault=term:20:between", "--fault=term:64:evaluation", "--fault=kill:70"],
 }
+"""The faults that an example is put through, where the places matter."""
 ANY_FAULTS = ["--kinds=kill,term"]
 """The faults of the other examples: at random places."""
 
@@ -52,6 +54,8 @@ def test_an_example_is_killed_and_ends_bit_for_bit(name: str, tmp_path: Path) ->
         shutil.rmtree(tmp_path, ignore_errors=True)
     print(ended.stdout)
     assert ended.returncode == 0 and "IDENTICAL: " in ended.stdout, ended.stdout + ended.stderr
+    if name == "lightning_fit":  # between two batches nothing is lost
+        assert re.search(r"term:20:between:0 .* 20 +20 +0 steps", ended.stdout), ended.stdout
 
 
 def test_every_example_is_among_them() -> None:

@@ -395,7 +395,7 @@ def decide_restore(messages: Sequence[Message]) -> dict[str, Any]:
 
 def decide(views: Sequence[RankView]) -> Choice:
     """Choose the snapshot from the views of all ranks; a single process passes one view."""
-    steps = ["exact" if view.wants_exact else str(view.step) for view in views]
+    steps = [f"{view.step}{', exact' if view.wants_exact else ''}" for view in views]
     _must_agree("step", steps, "ask for the same step=")
     _must_agree("path", [view.path for view in views], "give every rank the same path=")
     ruling = ruling_lineage(_deciding_lineages(views))
