@@ -16,18 +16,18 @@ import numpy as np
 import torch
 
 from lightck.config import Config
-from lightck.distributed.rendezvous import Rendezvous
+from lightck.distributed.rendezvous import Rendezvous, meeting
 from lightck.distributed.restore.protocol import RestoreAttempt, restore_attempts
 from lightck.distributed.restore.selection import Key
 from lightck.distributed.restore.survey import RegionSurvey
 from lightck.errors import CorruptSnapshotError, NoSnapshotError, StateError
 from lightck.events import event
-from lightck.reader.assembly import AssembledSnapshot, RegionPart
+from lightck.reader.assembly import AssembledSnapshot, RegionPart, Snapshot
 from lightck.reader.fill import empty_tensor
 from lightck.region import location
 from lightck.region.backends import select
 from lightck.region.layout import Entry
-from lightck.region.region import Candidate, Region
+from lightck.region.region import Candidate, Continuation, Region
 from lightck.state import boundary_codec, key_order
 from lightck.state.extras import is_own
 from lightck.state.inventory import labelled_key
@@ -193,6 +193,25 @@ def load_owned(path: str | os.PathLike[str], step: int | Literal["latest"]) -> d
     return as_state_dict(snapshot, tensors.__getitem__)
 
 
+def load_agreed(path: str | os.PathLike[str] | None) -> dict[str, Any] | None:
+    """Return, as `load` does, the snapshot that all ranks' `restore(step="exact")` would take.
+
+    For frameworks that ask where to go on before there is a model. Every rank calls it, and has its
+    own state; None: `restore` would begin anew. Raises what `restore` raises.
+    """
+    with meeting("load") as ranks:
+        where = location.locate(Config.resolve(path=path).path, ranks.rank, create=False)
+        wanted = ranks.joining.step if ranks.joining is not None else None
+        attempts = restore_attempts(ranks, where, wanted, Continuation(), wants_exact=True)
+        with contextlib.closing(attempts):
+            for attempt in attempts:
+                if (found := _read(attempt, whole=False, mapped=True)) is not None:
+                    ranks.leave()
+                    return as_state_dict(found[0], found[1].__getitem__)
+        ranks.leave()
+    return None
+
+
 def _found(
     path: str | os.PathLike[str] | None,
     step: int | Literal["latest"],
@@ -200,7 +219,7 @@ def _found(
     whole: bool,
     *,
     mapped: bool = True,
-) -> tuple[AssembledSnapshot, dict[str, torch.Tensor]]:
+) -> tuple[Snapshot, dict[str, torch.Tensor]]:
     """Return the newest snapshot that is whole, or the wanted one, and its tensors by name."""
     where = location.locate(Config.resolve(path=path).path, rank, create=False)
     wanted = None if step == "latest" else step
@@ -213,16 +232,16 @@ def _found(
 
 def _read(
     attempt: RestoreAttempt, whole: bool, mapped: bool
-) -> tuple[AssembledSnapshot, dict[str, torch.Tensor]] | None:
+) -> tuple[Snapshot, dict[str, torch.Tensor]] | None:
     """Verify a snapshot and make its tensors; None if an older one is needed.
 
-    `mapped`: over its slots, which stay leased as long as the tensors are there.
+    `mapped`: over its slots, which stay leased as long as the tensors are there; what another rank
+    sends is in memory.
     """
     tensors: dict[str, torch.Tensor] = {}
     wholes: dict[str, torch.Tensor] = {}
     with attempt.verifying():
         snapshot = attempt.assemble()
-        assert isinstance(snapshot, AssembledSnapshot), "nobody else is here to send it"
         # Decode before the caller has it: only here can an older one replace one that is
         # unreadable.
         snapshot.trees()
@@ -245,7 +264,7 @@ def _read(
     return snapshot, tensors
 
 
-def _warn_of_other_ranks(attempt: RestoreAttempt, snapshot: AssembledSnapshot) -> None:
+def _warn_of_other_ranks(attempt: RestoreAttempt, snapshot: Snapshot) -> None:
     """Warn of tensors that ranks did not hold alike: one rank's are returned."""
     if differing := attempt.unequal_tensors(snapshot):
         names = f"{', '.join([*differing][:_NAMED])}{', ...' if len(differing) > _NAMED else ''}"
@@ -255,7 +274,7 @@ def _warn_of_other_ranks(attempt: RestoreAttempt, snapshot: AssembledSnapshot) -
 
 
 def _tensors(
-    survey: RegionSurvey, snapshot: AssembledSnapshot, *, owned: bool = False
+    survey: RegionSurvey, snapshot: Snapshot, *, owned: bool = False
 ) -> dict[str, torch.Tensor]:
     """Make tensors over the slots where one piece holds all.
 
@@ -263,7 +282,7 @@ def _tensors(
     """
     over: list[tuple[RegionPart, Sequence[int]]] = [
         (part, _complete_rows(part, snapshot) if part.region.place.is_plain and not owned else [])
-        for part in snapshot.parts
+        for part in (snapshot.parts if isinstance(snapshot, AssembledSnapshot) else ())
     ]
     mapped = {part.entries[row] for part, rows in over for row in rows}
     tensors: dict[str, torch.Tensor] = {}
@@ -287,7 +306,7 @@ def _tensors(
     return {entry.name: tensors[entry.name] for entry in snapshot.entries}
 
 
-def _complete_rows(part: RegionPart, snapshot: AssembledSnapshot) -> list[int]:
+def _complete_rows(part: RegionPart, snapshot: Snapshot) -> list[int]:
     """Return the rows whose bytes are all of their tensor."""
     sizes = np.array([snapshot.entries[i].length for i in part.entries], np.uint64)
     found: list[int] = np.flatnonzero(part.rows["length"] == sizes).tolist()
@@ -318,7 +337,7 @@ Ranks that hold the same part (replicated groups) hold the same bytes.
 """
 
 
-def _whole_tensors(attempt: RestoreAttempt, snapshot: AssembledSnapshot) -> dict[str, torch.Tensor]:
+def _whole_tensors(attempt: RestoreAttempt, snapshot: Snapshot) -> dict[str, torch.Tensor]:
     """Return every sharded tensor of this rank by name, whole, in memory of its own.
 
     Raises:
@@ -400,9 +419,7 @@ def _untiled(entry: Entry, parts: int) -> StateError:
 # ---- the state dict ------------------------------------------------------------------------------
 
 
-def as_state_dict(
-    snapshot: AssembledSnapshot, tensors: Callable[[str], torch.Tensor]
-) -> dict[str, Any]:
+def as_state_dict(snapshot: Snapshot, tensors: Callable[[str], torch.Tensor]) -> dict[str, Any]:
     """Build the nested state dict of a snapshot; `tensors` returns each tensor by name."""
     first, second = snapshot.trees()
     names = [entry.name for entry in snapshot.entries]

@@ -23,6 +23,7 @@ from torch.utils.data import IterableDataset
 import lightck
 from lightck.config import Config
 from lightck.errors import ConfigError
+from lightck.load import load_agreed
 
 try:
     from transformers import TrainerCallback
@@ -94,21 +95,21 @@ class LightckCallback(TrainerCallback):  # type: ignore[misc]
             Its path, or None when there is no snapshot yet.
 
         Raises:
-            ConfigError: `bind` was not called. NoSnapshotError: no snapshot is whole.
+            ConfigError: `bind` was not called. LightckError: as `lightck.restore` raises them.
         """
         trainer = self._bound()
+        snapshot = load_agreed(self.path)
+        if snapshot is None:
+            return None
+        root = Path(folder) if folder is not None else Path(f"{self._root()}-transformers")
+        made = root / f"checkpoint-{snapshot['step']}"
+        if folder is None:
+            self._made = root
         with trainer.args.main_process_first(local=True, desc="lightck: checkpoint"):
-            step = _newest(self.path)
-            if step is None:
-                return None
-            root = Path(folder) if folder is not None else Path(f"{self._root()}-transformers")
-            made = root / f"checkpoint-{step}"
-            if folder is None:
-                self._made = root
             if trainer.args.local_process_index <= 0:
                 if folder is None:
                     shutil.rmtree(root, ignore_errors=True)  # from a run that was killed
-                self._write(step, made)
+                self._write(snapshot, made)
         return str(made)
 
     # ---- what the Trainer calls ---------------------------------------------------------------
@@ -182,9 +183,8 @@ class LightckCallback(TrainerCallback):  # type: ignore[misc]
         if self.handle is not None:
             self.handle.close()
 
-    def _write(self, step: int, made: Path) -> None:
+    def _write(self, snapshot: Mapping[str, Any], made: Path) -> None:
         """Write the folder complete or not at all; it is read by this process only."""
-        snapshot = lightck.load(self.path, step)
         made.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".lightck-", dir=made.parent) as folder:
             whole = Path(folder) / made.name
@@ -290,22 +290,6 @@ def _save(model: Any, tensors: Mapping[str, torch.Tensor], folder: Path) -> None
     from safetensors.torch import save_file
 
     save_file({k: v.contiguous().clone() for k, v in state.items()}, folder / "model.safetensors")
-
-
-def _newest(path: str | os.PathLike[str] | None) -> int | None:
-    """Return the step that `lightck.restore(step="exact")` takes; None: there is nothing at all.
-
-    Raises:
-        NoSnapshotError: snapshots are there, and none is whole.
-    """
-    rows = lightck.snapshots(path).to_pylist()
-    whole = [row for row in rows if row["state"] == "whole"]
-    if rows and not whole:
-        lightck.load(path)  # says what is wrong with them
-    held = {(row["step"], row["rank"]) for row in whole}
-    exact = {(row["step"], row["rank"]) for row in whole if not row["early"]}
-    early = {step for step, _ in held - exact}
-    return max({step for step, _ in exact} - early or early, default=None)
 
 
 def _refuse(trainer: Any, loader: Any) -> None:

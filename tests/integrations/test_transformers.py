@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+import lightck
 from lightck.history import item
+from lightck.region import location
+from lightck.region.region import open_and_recover
 from support.integrations.chain import Chain
 
 FRAMEWORK = "transformers"
@@ -71,6 +75,37 @@ def test_a_trainer_that_begins_anew_beside_snapshots_is_refused(
     run.killed("forward 6.0")
     run.params = {"forgets": True}
     assert any(run.life(on=True)) and "resume_from_checkpoint=callback.checkpoint()" in run.log
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_damaged_newest_snapshot_costs_a_step_and_no_run(
+    chain: Callable[..., Chain], ranks: int
+) -> None:
+    run = chain("transformers_train.py", params={"augment": True}, ranks=ranks)
+    run.reference()
+    run.killed("forward 5.0")
+    snapshots = run.folder / "run" / "snapshots"
+    newest = max(row["step"] for row in lightck.snapshots(snapshots).to_pylist())
+    damage(snapshots, newest)
+    assert run.life(on=True) == [0] * ranks, run.log
+    run.compare(kills=1)
+    assert run.notes("restored")[-1] == newest - 1
+
+
+def damage(snapshots: Path, step: int) -> None:
+    """Change a byte of the largest tensor of a step in the last rank's region."""
+    file = max(snapshots.glob("region-*.lck"))
+    region, recovery = open_and_recover(
+        location.locate(snapshots, int(file.stem.split("-")[1]), create=False)
+    )
+    held = next(c for c in recovery.candidates if c.record.step == step)
+    at = int(held.layout.offsets[held.layout.lengths.argmax()])
+    region.close()
+    with file.open("r+b") as whole:
+        whole.seek(at)
+        byte = whole.read(1)[0]
+        whole.seek(at)
+        whole.write(bytes([byte ^ 1]))
 
 
 def test_the_history_keeps_the_step_that_the_trainer_found_best(
