@@ -141,6 +141,8 @@ class Group(_ProcessGroup):  # type: ignore[misc] # torch's own names say less t
         super().__init__(communicator.rank, communicator.world)
         self._communicator, self._inputs = communicator, inputs
         self._name = self._description = ""
+        self._bucket_forms: dict[KeptInput, Description] = {}
+        """Forms of the reductions that DDP alone makes, always alike; finding one takes longest."""
 
     # ---- what torch asks of a group ----------------------------------------------------------
 
@@ -185,12 +187,15 @@ class Group(_ProcessGroup):  # type: ignore[misc] # torch's own names say less t
         """Reduce in place; torch's arguments."""
         reduces = _listed(tensors)
         opts = _options(opts, _torch.AllreduceOptions)
-        return self._run(
-            f"allreduce {_operator(opts)}{_sparse(reduces)}",
-            reduces,
-            lambda backend: backend.allreduce(reduces, opts),
-            kept=self._kept(reduces),
-        )
+        kept = self._kept(reduces)
+        form = self._bucket_forms.get(kept)
+        if form is None:
+            kind = f"allreduce {_operator(opts)}{_sparse(reduces)}"
+            form = Description(kind, described(reduces), site=_site())
+            if kept.is_hidden():
+                self._bucket_forms[kept] = form
+        start = lambda backend: backend.allreduce(reduces, opts)  # noqa: E731
+        return self._work(form, reduces, start, kept=kept, value=reduces)
 
     def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> Any:
         """Reduce several tensors in place; torch's arguments."""
@@ -349,8 +354,10 @@ class Group(_ProcessGroup):  # type: ignore[misc] # torch's own names say less t
     ) -> Any:
         form = Description(kind, described(results), shared, _site())
         given = results if value is None else value
-        made = self._communicator.run(form, results, start, kept=kept, own=own, value=given)
-        return CollectiveWork(self._communicator, made)
+        return self._work(form, results, start, kept=kept, own=own, value=given)
+
+    def _work(self, *given: Any, **named: Any) -> CollectiveWork:
+        return CollectiveWork(self._communicator, self._communicator.run(*given, **named))
 
     def _alone(
         self,

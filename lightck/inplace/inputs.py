@@ -52,7 +52,7 @@ class CopiedInput:
         return False
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class BucketInput:
     """The input of a bucket's reduction: the gradients, until DDP puts the results into them."""
 

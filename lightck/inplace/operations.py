@@ -103,7 +103,7 @@ class NotKept(Unspoiled):
 NOT_KEPT = NotKept()
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Operation:
     """One collective of this rank."""
 
@@ -127,6 +127,11 @@ class Operation:
     """The value of the future, in the form in which the caller expects it."""
     commits: int = 0
     """The step that it commits; 0: it is one of the program's."""
+    is_sparse: bool = False
+    """True once it is complete with a sparse result: never given, for ranks do not know its
+    size."""
+    is_small: bool = False
+    """True once it is complete with a result so small that a copy of it is kept."""
     _versions: tuple[int, ...] = ()
     _copies: list[torch.Tensor] | None = None
     _digest: int | None = None
@@ -155,6 +160,8 @@ class Operation:
         self.state, self.work = State.COMPLETE, None
         self.kept.release()
         self.start = _begun  # it holds what this rank gave
+        self.is_small = sum(map(_bytes, self.results)) <= SMALL_BYTES
+        self.is_sparse = any(each.layout != torch.strided for each in self.results)
         if self.is_sparse:
             return
         if self.is_small:
@@ -166,16 +173,6 @@ class Operation:
         """Take what later changes of a large result are found by, before anything can change it."""
         if self._copies is None and not self.is_sparse and not self.kept.is_hidden():
             self._digest = _digest(self.results)
-
-    @property
-    def is_sparse(self) -> bool:
-        """Tell whether a result is sparse, which is never given: ranks do not know its size."""
-        return any(each.layout != torch.strided for each in self.results)
-
-    @property
-    def is_small(self) -> bool:
-        """Tell whether its result is so small that a copy of it is kept."""
-        return sum(map(_bytes, self.results)) <= SMALL_BYTES
 
     @property
     def is_intact(self) -> bool:
@@ -340,8 +337,8 @@ class Window:
         self.ends = {at: number for at, number in self.ends.items() if at >= step - 1}
         if floor is None:
             return
-        for number in [n for n in self._operations if n < floor]:
-            if self._operations[number].state is State.COMPLETE:
-                self.forget(number)
+        operations = self._operations.items()
+        for number in [n for n, o in operations if n < floor and o.state is State.COMPLETE]:
+            self.forget(number)
         if self._dropped <= floor:
             self._dropped = 0
