@@ -19,6 +19,7 @@ _WORDS = {
     "overhead": "of a step",
     "step": "step without",
     "sync_copy": "plain copy",
+    "saved_ratio": "saved, of a plain copy",
     "interval": "interval",
     "interval_1pct_steps": "interval within 1 %",
     "interval_5pct_steps": "interval within 5 %",

@@ -29,7 +29,10 @@ _MAIN = {
         *("lost", "stall", "stall_p99", "stall_most"),
         *("stall_ratio", "stall_p99_ratio", "copy_p99_ratio"),
     ),
-    "recovery": ("recovery", "detected", "saved", "ended", "restart", "first_step"),
+    "recovery": (
+        *("recovery", "detected", "saved", "ended", "restart", "first_step", "saved_ratio"),
+        "sync_copy",
+    ),
     "in_place": (
         *("pause_s", "kill_s", "again_s", "noticed_s", "setup_s", "beyond_s", "step_s"),
         *("moved", "kept_bytes", "cost_s", "cost_cpu_s"),

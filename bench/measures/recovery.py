@@ -13,6 +13,8 @@ Records:
     restart: from the call of restore on the next life's ranks until the last one is attached.
     first_step: seconds of the step after it, once every rank has compared what it has restored.
     state: bytes of the state.
+    saved_ratio: saved / sync_copy.
+    sync_copy: seconds of the yardstick, on rank 0 of the first life while the others wait.
 """
 
 from __future__ import annotations
@@ -37,7 +39,9 @@ import lightck
 from bench.errors import BenchError
 from bench.measures import Job
 from bench.record import Record, sampled, single
+from bench.statistics import trimmed_mean
 from bench.work import State, Training, difference, digests, tensors
+from bench.yardstick import SyncCopy
 
 FAULTS = ("kill", "term", "exception")
 _DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG
@@ -59,7 +63,7 @@ def measure(job: Job) -> list[Record]:
     found: dict[str, list[float]] = {}
     with _life(job) as life:
         last = life.trained(None)
-    state = last.bytes
+    state, copies = last.bytes, last.copies_s
     for i in range(job.method.settle + job.method.least):
         with _life(job) as life:
             now = life.trained(last)
@@ -76,6 +80,8 @@ def measure(job: Job) -> list[Record]:
         *(sampled(name, "s", found[name]) for name in ("detected", "saved", "ended", "restart")),
         sampled("first_step", "s", found["first_step"]),
         single("state", "B", state),
+        sampled("saved_ratio", "", found["saved"], scale=trimmed_mean(copies)),
+        sampled("sync_copy", "s", copies),
     ]
 
 
@@ -88,6 +94,8 @@ class _End:
     states: list[State]
     """Digests of each rank's state."""
     bytes: int
+    copies_s: list[float]
+    """Copies of the state by the yardstick; in the first life only."""
     restart_s: float
     first_step_s: float
     parts: dict[str, float] = field(default_factory=dict)
@@ -111,12 +119,16 @@ class _Life:
         compared = max(self._hear("compared"))  # with what was saved: no part of a restart
         stepped = max(self._hear("stepped"))
         said = self._hear("state")
-        steps = {step for step, _, _ in said}
+        steps = {each[0] for each in said}
         if len(steps) != 1:
             raise BenchError(f"the ranks are at steps {sorted(steps)}")
         found = _End(
-            *(steps.pop(), [state for _, state, _ in said], said[0][2]),
-            *(attached - began, stepped - compared),
+            steps.pop(),
+            [each[1] for each in said],
+            said[0][2],
+            said[0][3],
+            attached - began,
+            stepped - compared,
         )
         for end in self.ends:
             end.send("fail")
@@ -241,11 +253,21 @@ def _lives(job: Job, rank: int, end: Connection, say: Callable[..., None]) -> No
         say("stepped", time.monotonic())
         training.steps(job.method.warmup)
         state = training.state()
-        say("state", (handle.step, digests(state), sum(t.nbytes for t in tensors(state))))
+        copies = _copies(job, state) if rank == 0 and before is None else []
+        bytes_ = sum(t.nbytes for t in tensors(state))
+        say("state", (handle.step, digests(state), bytes_, copies))
         end.recv()
         if rank == world - 1:
             training.plain.register_forward_hook(lambda *_: _fail(job.method.fault, say))
         training.compute()
+
+
+def _copies(job: Job, state: State) -> list[float]:
+    yardstick = SyncCopy(job.folder, tensors(state))
+    try:
+        return [yardstick() for _ in range(job.method.least)]
+    finally:
+        yardstick.close()
 
 
 def _must_be_equal(step: int, training: Training, wanted: int, kept: State) -> None:

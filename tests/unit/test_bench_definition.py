@@ -132,7 +132,8 @@ def test_every_requirement_on_speed_has_a_target() -> None:
     ratios = [0.001, 0.002, 0.01, 0.01, 0.02, 0.05, 0.20, 0.20, 0.50, 0.95, 2.0, 20]
     # Issue 5's, and that peers cost no less; the first group for each of two models.
     ranks = 2 * [0.1, 0.1, 2.0, 0.505, 1.0] + 2 * [1.0] + [0.005] + 2 * [0.667]
-    failures = [*2 * [0.002], 3.0, *4 * [1.0]]  # issue 6's that are measured, one on 1 and 2 ranks
+    # Issue 6's that are measured, one on 1 and 2 ranks; issue 26's saves, on 1 and 4 ranks.
+    failures = [*2 * [0.002], 0.75, *4 * [1.0], 1.5]
     four = 3 * [1.0] + [0.255]  # issue 7's two and four ranks
     # Issue 7's: six models, all peers, what overlap is worth, and restoring; the essential few.
     suite = 6 * [0.01, 0.5, 20] + [1.0] + [2.0, 2.0] + 2 * [1.0, 10] + [0.5, 1.0]
