@@ -193,11 +193,14 @@ def load_owned(path: str | os.PathLike[str], step: int | Literal["latest"]) -> d
     return as_state_dict(snapshot, tensors.__getitem__)
 
 
-def load_agreed(path: str | os.PathLike[str] | None) -> dict[str, Any] | None:
-    """Return, as `load` does, the snapshot that all ranks' `restore(step="exact")` would take.
+def load_agreed(
+    path: str | os.PathLike[str] | None, *, tensors: bool
+) -> tuple[int, dict[str, Any]] | None:
+    """Return the step that all ranks' `restore(step="exact")` would take, and its state as `load`.
 
-    For frameworks that ask where to go on before there is a model. Every rank calls it, and has its
-    own state; None: `restore` would begin anew. Raises what `restore` raises.
+    For frameworks that ask where to go on before there is a model. Every rank calls it; one without
+    `tensors` checks its own state, which the others rely on, and gets an empty dict. None:
+    `restore` would begin anew. Raises what `restore` raises.
     """
     with meeting("load") as ranks:
         where = location.locate(Config.resolve(path=path).path, ranks.rank, create=False)
@@ -205,9 +208,12 @@ def load_agreed(path: str | os.PathLike[str] | None) -> dict[str, Any] | None:
         attempts = restore_attempts(ranks, where, wanted, Continuation(), wants_exact=True)
         with contextlib.closing(attempts):
             for attempt in attempts:
-                if (found := _read(attempt, whole=False, mapped=True)) is not None:
+                found = _read(attempt, whole=False, mapped=True, tensors=tensors)
+                if found is not None:
                     ranks.leave()
-                    return as_state_dict(found[0], found[1].__getitem__)
+                    snapshot, by_name = found
+                    state = as_state_dict(snapshot, by_name.__getitem__) if tensors else {}
+                    return snapshot.record.step, state
         ranks.leave()
     return None
 
@@ -231,15 +237,16 @@ def _found(
 
 
 def _read(
-    attempt: RestoreAttempt, whole: bool, mapped: bool
+    attempt: RestoreAttempt, whole: bool, mapped: bool, *, tensors: bool = True
 ) -> tuple[Snapshot, dict[str, torch.Tensor]] | None:
     """Verify a snapshot and make its tensors; None if an older one is needed.
 
     `mapped`: over its slots, which stay leased as long as the tensors are there; what another rank
-    sends is in memory.
+    sends is in memory. Without `tensors` it is verified only.
     """
-    tensors: dict[str, torch.Tensor] = {}
+    made: dict[str, torch.Tensor] = {}
     wholes: dict[str, torch.Tensor] = {}
+    mappings: list[tuple[Region, _Mapping]] = []
     with attempt.verifying():
         snapshot = attempt.assemble()
         # Decode before the caller has it: only here can an older one replace one that is
@@ -249,19 +256,24 @@ def _read(
         if mapped:
             snapshot.verify()
         else:  # what is read is checked on the way
-            tensors = _tensors(attempt.survey, snapshot, owned=True)
+            made, _ = _tensors(snapshot, owned=True)
         if whole:
             wholes = _whole_tensors(attempt, snapshot)
     if not attempt.is_verified():
         return None
     if not mapped:
-        return snapshot, tensors
+        return snapshot, made
     with attempt.copying():
-        tensors = _tensors(attempt.survey, snapshot) | wholes
+        if tensors:
+            made, mappings = _tensors(snapshot)
     if not attempt.is_copied():
         return None
-    attempt.leases.pop_all()  # the leases are dropped when their region is closed
-    return snapshot, tensors
+    if tensors:
+        attempt.leases.pop_all()  # the leases are dropped when their region is closed
+    for region, mapping in mappings:
+        attempt.survey.keep(region)
+        weakref.finalize(mapping, region.close)
+    return snapshot, made | wholes
 
 
 def _warn_of_other_ranks(attempt: RestoreAttempt, snapshot: Snapshot) -> None:
@@ -274,12 +286,13 @@ def _warn_of_other_ranks(attempt: RestoreAttempt, snapshot: Snapshot) -> None:
 
 
 def _tensors(
-    survey: RegionSurvey, snapshot: Snapshot, *, owned: bool = False
-) -> dict[str, torch.Tensor]:
-    """Make tensors over the slots where one piece holds all.
+    snapshot: Snapshot, *, owned: bool = False
+) -> tuple[dict[str, torch.Tensor], list[tuple[Region, _Mapping]]]:
+    """Make tensors over the slots where one piece holds all, and return their regions' mappings.
 
     Copy the others, and those of devices; all of them if `owned`.
     """
+    mappings = []
     over: list[tuple[RegionPart, Sequence[int]]] = [
         (part, _complete_rows(part, snapshot) if part.region.place.is_plain and not owned else [])
         for part in (snapshot.parts if isinstance(snapshot, AssembledSnapshot) else ())
@@ -295,15 +308,14 @@ def _tensors(
     for part, rows in over:
         if len(rows):
             mapping = _mapping(part.region)
-            survey.keep(part.region)
-            weakref.finalize(mapping, part.region.close)
+            mappings.append((part.region, mapping))
         for row in rows:
             entry = snapshot.entries[part.entries[row]]
             tensors[entry.name] = _over(mapping, entry, int(part.rows["offset"][row]))
     for entry in snapshot.entries:
         if entry.alias_of is not None:
             tensors[entry.name] = tensors[entry.alias_of]
-    return {entry.name: tensors[entry.name] for entry in snapshot.entries}
+    return {entry.name: tensors[entry.name] for entry in snapshot.entries}, mappings
 
 
 def _complete_rows(part: RegionPart, snapshot: Snapshot) -> list[int]:

@@ -253,9 +253,10 @@ def _lives(job: Job, rank: int, end: Connection, say: Callable[..., None]) -> No
         say("stepped", time.monotonic())
         training.steps(job.method.warmup)
         state = training.state()
+        said = digests(state), sum(t.nbytes for t in tensors(state))
+        dist.barrier()
         copies = _copies(job, state) if rank == 0 and before is None else []
-        bytes_ = sum(t.nbytes for t in tensors(state))
-        say("state", (handle.step, digests(state), bytes_, copies))
+        say("state", (handle.step, *said, copies))
         end.recv()
         if rank == world - 1:
             training.plain.register_forward_hook(lambda *_: _fail(job.method.fault, say))

@@ -188,11 +188,12 @@ class Group(_ProcessGroup):  # type: ignore[misc] # torch's own names say less t
         reduces = _listed(tensors)
         opts = _options(opts, _torch.AllreduceOptions)
         kept = self._kept(reduces)
-        form = self._bucket_forms.get(kept)
+        hidden = kept.is_hidden()
+        form = self._bucket_forms.get(kept) if hidden else None
         if form is None:
             kind = f"allreduce {_operator(opts)}{_sparse(reduces)}"
             form = Description(kind, described(reduces), site=_site())
-            if kept.is_hidden():
+            if hidden:
                 self._bucket_forms[kept] = form
         start = lambda backend: backend.allreduce(reduces, opts)  # noqa: E731
         return self._work(form, reduces, start, kept=kept, value=reduces)

@@ -97,20 +97,24 @@ class LightckCallback(TrainerCallback):  # type: ignore[misc]
         Raises:
             ConfigError: `bind` was not called. LightckError: as `lightck.restore` raises them.
         """
-        trainer = self._bound()
-        snapshot = load_agreed(self.path)
-        if snapshot is None:
-            return None
-        root = Path(folder) if folder is not None else Path(f"{self._root()}-transformers")
-        made = root / f"checkpoint-{snapshot['step']}"
-        if folder is None:
-            self._made = root
-        with trainer.args.main_process_first(local=True, desc="lightck: checkpoint"):
-            if trainer.args.local_process_index <= 0:
+        args = self._bound().args
+        writes = args.local_process_index <= 0
+        # Ranks may come here minutes apart, and make the same collectives in every life.
+        with args.main_process_first(local=True, desc="lightck: all are here"):
+            pass
+        found = load_agreed(self.path, tensors=writes)
+        made: Path | None = None
+        with args.main_process_first(local=True, desc="lightck: checkpoint"):
+            if found is not None:
+                root = Path(folder) if folder is not None else Path(f"{self._root()}-transformers")
+                made = root / f"checkpoint-{found[0]}"
                 if folder is None:
+                    self._made = root
+                if writes and folder is None:
                     shutil.rmtree(root, ignore_errors=True)  # from a run that was killed
-                self._write(snapshot, made)
-        return str(made)
+                if writes:
+                    self._write(found[1], made)
+        return str(made) if made is not None else None
 
     # ---- what the Trainer calls ---------------------------------------------------------------
 
