@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import shutil
@@ -22,6 +23,14 @@ os.environ.setdefault("LIGHTCK_POLICY", "1")
 # Before torch is loaded: its threads spin while they wait, and on busy processors that is most of
 # what a test of large tensors takes.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+with contextlib.suppress(ImportError):  # the tests on a GPU go without it
+    from hypothesis import HealthCheck, settings
+
+    # A loaded machine is no failure of a test.
+    settings.register_profile(
+        "lightck", deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    )
+    settings.load_profile("lightck")
 
 
 @pytest.fixture

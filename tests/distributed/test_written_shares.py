@@ -79,7 +79,7 @@ def own_of(rank: int) -> list[StateTensor]:
     ]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(replicas(), st.integers(1, 8))
 def test_the_shares_of_all_ranks_are_the_whole_byte_for_byte(
     lives: list[StateTensor], world: int

@@ -136,8 +136,7 @@ def bench(request: pytest.FixtureRequest) -> Iterator[Bench]:
 def sound_settings(examples: int) -> Any:
     return settings(
         max_examples=examples,
-        deadline=None,
-        suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+        suppress_health_check=[HealthCheck.function_scoped_fixture],
     )
 
 

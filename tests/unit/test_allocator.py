@@ -3,7 +3,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lightck.region import allocator
@@ -70,7 +70,6 @@ def check_plan(found: SlotPlan, page_bytes: int) -> None:
 
 
 @given(lengths, pages, st.integers(0, 100_000))
-@settings(deadline=None)
 def test_extents_are_aligned_and_share_no_cache_line(
     sizes: list[int], page_bytes: int, manifest_bytes: int
 ) -> None:
@@ -80,7 +79,6 @@ def test_extents_are_aligned_and_share_no_cache_line(
 
 
 @given(lengths, pages)
-@settings(deadline=None)
 def test_a_plan_fits_exactly_into_the_space_it_says_it_needs(
     sizes: list[int], page_bytes: int
 ) -> None:
@@ -96,7 +94,6 @@ def test_a_plan_fits_exactly_into_the_space_it_says_it_needs(
 
 
 @given(lengths, pages, st.randoms(use_true_random=False))
-@settings(deadline=None)
 def test_the_space_needed_does_not_depend_on_the_order(
     sizes: list[int], page_bytes: int, dice: object
 ) -> None:
@@ -109,7 +106,6 @@ def test_the_space_needed_does_not_depend_on_the_order(
 
 
 @given(lengths, lengths, pages)
-@settings(deadline=None)
 def test_more_entries_never_need_less_space(
     sizes: list[int], more: list[int], page_bytes: int
 ) -> None:
@@ -125,7 +121,6 @@ def test_more_entries_never_need_less_space(
     st.integers(2, 4),
     pages,
 )
-@settings(deadline=None)
 def test_slots_never_overlap_and_every_extent_lies_in_one_part_of_its_slot(
     sizes: list[int], granules: list[int], slots: int, page_bytes: int
 ) -> None:
@@ -157,7 +152,6 @@ def test_slots_never_overlap_and_every_extent_lies_in_one_part_of_its_slot(
 
 
 @given(lengths, st.lists(st.integers(1, 30), min_size=1, max_size=4), st.integers(1, 200))
-@settings(deadline=None)
 def test_what_fits_still_fits_in_the_same_place_after_a_growth(
     sizes: list[int], granules: list[int], more: int
 ) -> None:
@@ -171,7 +165,6 @@ def test_what_fits_still_fits_in_the_same_place_after_a_growth(
 
 
 @given(lengths)
-@settings(deadline=None)
 def test_a_growth_by_all_that_is_needed_is_always_enough(sizes: list[int]) -> None:
     entries = entries_of(sizes)
     wanted = plan(entries, UNBOUNDED, 4096, 4096)

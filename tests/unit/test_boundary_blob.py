@@ -457,7 +457,7 @@ parts = st.fixed_dictionaries(
 
 
 @given(st.lists(parts, min_size=1, max_size=3), st.sampled_from([None, 0, 3]))
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 def test_any_parts_are_an_error_or_a_tree_that_can_be_written(
     said: list[dict[str, Any]], more: int | None
 ) -> None:

@@ -78,7 +78,7 @@ def assert_same(a: Any, b: Any) -> None:
 
 
 @given(trees)
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 def test_plain_trees_come_back_equal_in_value_and_type(tree: Any) -> None:
     assert_same(there_and_back(tree), tree)
 
@@ -293,7 +293,7 @@ def test_a_way_to_unpickle_is_found(source: str) -> None:
 
 
 @given(st.data())
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 def test_damaged_boundary_state_is_corrupt_or_loads_and_nothing_else(data: st.DataObject) -> None:
     tree = {"a": [1, 2.5, "x"], "t": torch.arange(5), "many": list(range(300))}
     blob = bytearray(boundary_blob.closed(tree))
@@ -309,7 +309,6 @@ def test_damaged_boundary_state_is_corrupt_or_loads_and_nothing_else(data: st.Da
 
 
 @given(st.binary(max_size=300))
-@settings(deadline=None)
 def test_any_bytes_that_are_no_boundary_state_are_corrupt(data: bytes) -> None:
     with pytest.raises(CorruptSnapshotError, match="slot 3"):
         boundary_blob.opened(data, context="slot 3")

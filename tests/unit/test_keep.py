@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lightck.config import Config
@@ -105,9 +105,6 @@ _number = st.sampled_from([-1.0, 0.0, 0.5, 1.0, 2.0, math.nan, math.inf])
 _metrics = st.dictionaries(st.sampled_from(["a", "b"]), _number)
 
 
-_laws = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
-
-
 @st.composite
 def _runs(draw: Any) -> list[Kept]:
     """A run's items: steps, times and epochs only grow."""
@@ -120,7 +117,6 @@ def _runs(draw: Any) -> list[Kept]:
     return found
 
 
-@_laws
 @given(_policies, _runs())
 def test_to_prune_twice_is_to_prune_once_and_the_newest_stays(
     policy: Keep, there: list[Kept]
@@ -132,7 +128,6 @@ def test_to_prune_twice_is_to_prune_once_and_the_newest_stays(
     assert steps_to_keep(policy, left) == chosen
 
 
-@_laws
 @given(_policies, _runs(), st.integers(1, 12))
 def test_what_was_dropped_is_not_wanted_back_when_more_has_come(
     policy: Keep, there: list[Kept], first: int
@@ -142,7 +137,6 @@ def test_what_was_dropped_is_not_wanted_back_when_more_has_come(
     assert not dropped & steps_to_keep(policy, there)
 
 
-@_laws
 @given(_policies, _runs())
 def test_a_policy_answers_alike_when_asked_again(policy: Keep, there: list[Kept]) -> None:
     assert policy.keep(there) == policy.keep([*there])

@@ -45,7 +45,6 @@ def sample() -> Layout:
 
 
 @given(tables, st.integers(0, (1 << 64) - 1))
-@settings(deadline=None)
 def test_a_table_comes_back_as_it_was(entries: list[Entry], offset: int) -> None:
     offsets = np.full(len(entries), offset, np.uint64)
     before = Layout(tuple(entries), offsets)
@@ -57,7 +56,6 @@ def test_a_table_comes_back_as_it_was(entries: list[Entry], offset: int) -> None
 
 
 @given(tables, st.integers(0, (1 << 64) - 1))
-@settings(deadline=None)
 def test_the_length_of_a_table_does_not_depend_on_the_offsets(
     entries: list[Entry], offset: int
 ) -> None:
@@ -73,7 +71,7 @@ def test_a_digest_names_one_table() -> None:
 
 
 @given(st.data())
-@settings(deadline=None, max_examples=400)
+@settings(max_examples=400)
 def test_a_damaged_table_is_corrupt_or_a_table_and_nothing_else(data: st.DataObject) -> None:
     table = bytearray(sample().table)
     for _ in range(data.draw(st.integers(1, 4))):
@@ -91,7 +89,6 @@ def test_a_damaged_table_is_corrupt_or_a_table_and_nothing_else(data: st.DataObj
 
 
 @given(st.binary(max_size=600))
-@settings(deadline=None)
 def test_any_bytes_that_are_no_table_are_corrupt(data: bytes) -> None:
     with pytest.raises(CorruptSnapshotError, match="slot 3"):
         layout.decode(data, context="slot 3")

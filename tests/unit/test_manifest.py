@@ -30,7 +30,6 @@ def sample() -> Manifest:
 
 
 @given(manifests)
-@settings(deadline=None)
 def test_a_manifest_comes_back_as_it_was_and_fits_its_room(before: Manifest) -> None:
     data = manifest.encode(before)
     after = manifest.decode(data, count=len(before.crcs), sequence=before.sequence, context="")
@@ -42,14 +41,13 @@ def test_a_manifest_comes_back_as_it_was_and_fits_its_room(before: Manifest) -> 
 
 
 @given(st.integers(0, 200_000), st.integers(0, 1 << 20))
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 def test_the_slack_is_enough_for_manifests_of_every_size(count: int, blob: int) -> None:
     data = manifest.encode(Manifest(1, 1, np.zeros(count, np.uint32), bytes(blob), bytes(blob)))
     assert len(data) <= 4 * count + 2 * blob + allocator.MANIFEST_SLACK_BYTES
 
 
 @given(manifests)
-@settings(deadline=None)
 def test_a_manifest_is_byte_for_byte_what_arrow_writes(made: Manifest) -> None:
     assert manifest.encode(made) == _arrow(made)
 
@@ -76,7 +74,7 @@ def test_a_manifest_of_another_snapshot_or_layout_is_corrupt(count: int, sequenc
 
 
 @given(st.data())
-@settings(deadline=None, max_examples=400)
+@settings(max_examples=400)
 def test_a_damaged_manifest_is_corrupt_or_a_manifest_and_nothing_else(data: st.DataObject) -> None:
     blob = bytearray(manifest.encode(sample()))
     for _ in range(data.draw(st.integers(1, 4))):
@@ -94,7 +92,6 @@ def test_a_damaged_manifest_is_corrupt_or_a_manifest_and_nothing_else(data: st.D
 
 
 @given(st.binary(max_size=600))
-@settings(deadline=None)
 def test_any_bytes_that_are_no_manifest_are_corrupt(data: bytes) -> None:
     with pytest.raises(CorruptSnapshotError, match="slot 3"):
         manifest.decode(data, count=3, sequence=9, context="slot 3")

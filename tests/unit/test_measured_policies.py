@@ -330,7 +330,7 @@ _POLICIES: list[Policy] = [
 
 
 @given(_MOMENTS)
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 def test_the_same_moment_gets_the_same_answer(moment: Moment) -> None:
     for policy in _POLICIES:
         again = parse(str(policy))

@@ -121,7 +121,7 @@ def test_every_example_of_the_error_is_a_policy() -> None:
 
 
 @given(st.text(alphabet="auto best 10min%s().or and3", max_size=30))
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 def test_any_text_is_a_policy_or_the_clear_error(text: str) -> None:
     try:
         policy = parse(text)
@@ -222,7 +222,7 @@ _ANY = st.recursive(
 
 
 @given(_ANY)
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 def test_every_policy_says_itself_in_words_that_mean_it_exactly(policy: Policy) -> None:
     assert parse(str(policy)) == policy
 

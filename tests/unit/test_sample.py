@@ -28,7 +28,7 @@ def covered(rotation: SampleRotation, lengths: list[int], first: int) -> list[in
     return [int(count) for each in seen for count in np.unique(each)]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(LENGTHS, st.integers(0, 10**6))
 def test_every_byte_has_exactly_one_turn_in_any_round(lengths: list[int], first: int) -> None:
     rotation = SampleRotation(lengths)
@@ -36,13 +36,13 @@ def test_every_byte_has_exactly_one_turn_in_any_round(lengths: list[int], first:
     assert set(covered(rotation, lengths, first)) == {1}
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(LENGTHS, st.integers(0, 10**9))
 def test_ranks_with_the_same_lengths_choose_the_same_pieces(lengths: list[int], turn: int) -> None:
     assert SampleRotation(lengths).pieces(turn) == SampleRotation(list(lengths)).pieces(turn)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.integers(1, 1 << 34), min_size=1, max_size=60), st.integers(0, 10**6))
 def test_no_window_is_larger_than_what_is_said(lengths: list[int], turn: int) -> None:
     size = sum(lengths) + PIECE_BYTES * len(lengths)

@@ -19,7 +19,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 import lightck
 
-SMALL = settings(max_examples=150, deadline=None)
+SMALL = settings(max_examples=150)
 
 
 def made(sampler: lightck.ResumableSampler, batch: int, drop_last: bool = False) -> DataLoader[Any]:

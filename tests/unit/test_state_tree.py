@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lightck.errors import CorruptSnapshotError, StateError
@@ -54,7 +54,6 @@ def through_bytes(tree: state_tree.StateTree) -> dict[str, Any]:
 
 
 @given(trees)
-@settings(deadline=None)
 def test_every_tree_comes_back_and_no_two_tensors_have_one_name(tree: Any) -> None:
     taken = state_tree.taken(tree)
     names = [live.name for live in taken.lives]

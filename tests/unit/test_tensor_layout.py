@@ -33,7 +33,7 @@ def tensors(draw: st.DrawFn) -> torch.Tensor:
 
 
 @given(tensors())
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 def test_what_is_described_is_the_copy_that_is_owned_and_holds_the_same(
     tensor: torch.Tensor,
 ) -> None:
