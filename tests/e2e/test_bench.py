@@ -45,6 +45,7 @@ _MAIN = {
     "ranks": "extra",
     "commit_ranks": "commit",
     "restore_ranks": "restore",
+    "in_place": "pause_s",
 }
 
 
@@ -100,10 +101,14 @@ def test_a_definition_runs_and_every_engine_is_verified(
         if tiny.kind == "native":  # verifies every repetition against the sources' checksums
             assert result.of(contender.label, "write") is not None
             continue
+        if contender.method.get("case") == "cost":  # trains without a fault
+            assert result.of(contender.label, "cost_s") is not None
+            continue
         main = result.of(contender.label, _MAIN.get(tiny.kind, tiny.kind))
         assert main is not None
         verified = "nothing to verify" if contender.engine == "none" else "equal bit for bit"
-        assert verified in main.note
+        if tiny.kind != "in_place" or contender.engine == "lightck":  # others' losses may differ
+            assert verified in main.note
     record.write(result, tmp_path / "result.parquet")
     text = report.render([record.read(tmp_path / "result.parquet")], {})
     assert all(f"| {contender.label} |" in text for contender in tiny.contenders)
