@@ -104,8 +104,10 @@ def test_a_definition_runs_and_every_engine_is_verified(
         if contender.method.get("case") == "cost":  # trains without a fault
             assert result.of(contender.label, "cost_s") is not None
             continue
+        if tiny.kind == "in_place" and contender.label in result.about["absent"]:
+            continue  # torchft and NVRx are in environments of their own
         main = result.of(contender.label, _MAIN.get(tiny.kind, tiny.kind))
-        assert main is not None
+        assert main is not None, contender.label
         verified = "nothing to verify" if contender.engine == "none" else "equal bit for bit"
         if tiny.kind != "in_place" or contender.engine == "lightck":  # others' losses may differ
             assert verified in main.note
