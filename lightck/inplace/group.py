@@ -370,8 +370,7 @@ class Group(_ProcessGroup):  # type: ignore[misc] # torch's own names say less t
         # Forms of such collectives differ by rank, too: only their kind is compared.
         kept = self._kept(spoils) if spoils else UNSPOILED
         form = Description(kind, (), shared=False, site=_site())
-        made = self._communicator.run(form, results, start, kept=kept, value=results)
-        return CollectiveWork(self._communicator, made)
+        return self._work(form, results, start, kept=kept, value=results)
 
 
 def _listed(tensors: Any) -> list[torch.Tensor]:
