@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +19,7 @@ from lightck.inplace import inputs
 from lightck.inplace.communicator import Communicator
 from lightck.inplace.group import Group
 from lightck.inplace.inputs import BucketInput, Inputs
-from lightck.inplace.operations import Operation, described
+from lightck.inplace.operations import Operation, Unspoiled, described
 from lightck.inplace.plan import Description
 from support.inplace.simulated import Switch
 
@@ -178,3 +178,39 @@ def test_a_commit_counts_before_the_training_that_waits_for_it_goes_on(
         communicator.resume(Switch(1, 0).open(1))
     training.join()
     assert {*seen} == {7}
+
+
+class _Hidden(Unspoiled):
+    """The input of a bucket that DDP alone has, until a hook gets it."""
+
+    hidden = True
+
+    def is_hidden(self) -> bool:
+        return self.hidden
+
+
+class _Keeper(dict[int, _Hidden]):
+    """One input for each bucket, as `Inputs` has once it is proved."""
+
+    def keep(self, tensors: Sequence[torch.Tensor]) -> _Hidden:
+        return self.setdefault(id(tensors[0]), _Hidden())
+
+
+def test_each_buckets_reduction_says_its_own_form_every_time_and_a_hooks_says_its_operator() -> (
+    None
+):
+    communicator, keeper = Communicator(0, 2), _Keeper()  # without a link collectives wait
+    communicator.keep(recovers=True)
+    group = Group(communicator, keeper)
+    buckets = torch.zeros(3), torch.zeros(5, dtype=torch.float64)
+    for _ in range(2):
+        for bucket in buckets:
+            group.allreduce([bucket])
+    keeper[id(buckets[1])].hidden = False  # a comm hook gets the bucket from now on
+    options = dist.AllreduceOptions()
+    options.reduceOp = dist.ReduceOp.MAX
+    group.allreduce([buckets[1]], options)
+    forms = [each.form for each in communicator.window]
+    said = [("SUM", *described([each])) for each in buckets] * 2
+    said.append(("MAX", *described([buckets[1]])))
+    assert [(f.kind.split()[1], *f.tensors) for f in forms] == said
