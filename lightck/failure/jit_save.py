@@ -117,21 +117,53 @@ class DeviceWait:
             self.checkpointer.device_lag.claim(pre_update)
 
 
-POLL_S = 0.002
+# ---- the wait for a slot, and those that may be held for good ------------------------------------
+
+LOST_OUTCOME_S = 1.0
+"""Seconds without a slot while nothing is written, after which an open outcome is taken as lost.
+
+A rank that is killed or frozen between its commit and its report takes the outcome with it.
+"""
+NO_SLOT_S = 3.0
+"""Seconds without a slot while nothing is written, after which a save gives up."""
+HISTORY_S = 1.0
+"""Seconds that a copy of the history may hold the slot that a save needs."""
+
+
+@dataclass(eq=False)
+class SlotWait:
+    """The wait of one save for a slot; it lets go of those that may be held for good."""
+
+    checkpointer: Checkpointer
+    _idle_since: float | None = None
+    """The time since which nothing is written and there is no slot."""
+
+    def is_hopeless(self, waits: WaitFor) -> bool:
+        """Tell whether a save that `waits` has been without a slot for too long; at once."""
+        pipeline, history = self.checkpointer.pipeline, self.checkpointer.outcomes.history
+        if waits is WaitFor.SLOT and history is not None:
+            history.slot_needed(held_s=HISTORY_S)  # a copy that hangs may hold the last one
+        now = time.monotonic()
+        if waits is not WaitFor.SLOT or pipeline.persisting:
+            self._idle_since = None
+            return False
+        self._idle_since = self._idle_since or now
+        if now > self._idle_since + LOST_OUTCOME_S:
+            # The oldest alone, and the next only if that frees no slot: the others' content counts
+            # at restore, should this save not come to its end.
+            for snapshot in pipeline.awaiting[:1]:
+                pipeline.barrier.abandon(snapshot.step)
+        return now > self._idle_since + NO_SLOT_S
+
+
 # ---- the saver -----------------------------------------------------------------------------------
 
+POLL_S = 0.002
 FORWARD_WAIT_S = 1.0
 """Seconds that another thread waits for forward start before it takes an early snapshot.
 
 At forward start a snapshot is exact. The wait is at most a quarter of the time left.
 """
-FATES_S = 3.0
-"""Seconds to wait for a slot while nothing is written.
-
-With a dead rank, an open outcome may never be settled.
-"""
-HISTORY_S = 1.0
-"""Seconds that a copy of the history may hold the slot that a save needs."""
 
 
 @dataclass(eq=False)
@@ -241,6 +273,7 @@ class JitSaver:
         began_s, left = time.monotonic(), deadline - time.monotonic()
         forward_until_s = began_s + (0.0 if on_training_thread else min(FORWARD_WAIT_S, left / 4))
         device_wait = DeviceWait(self.checkpointer, began_s + left / 2)
+        slot_wait = SlotWait(self.checkpointer)
         while True:
             hangs = self.hang is not None and self.hang.has_not_moved(self.progress())
             # Before the try: only progress made until then counts.
@@ -254,13 +287,9 @@ class JitSaver:
                     device_wait.claim(pre_update)
                     return found
             except RetryLater as later:
-                history = self.checkpointer.outcomes.history
-                if later.waits is WaitFor.SLOT and history is not None:
-                    history.slot_needed(held_s=HISTORY_S)  # a copy that hangs may hold the last one
                 for_training = later.waits is WaitFor.TRAINING
-                idle = later.waits is WaitFor.SLOT and not self.checkpointer.pipeline.persisting
-                hopeless = for_training and (on_training_thread or closing or stuck)
-                hopeless = hopeless or (idle and time.monotonic() > began_s + FATES_S)
+                hopeless = slot_wait.is_hopeless(later.waits)
+                hopeless = hopeless or (for_training and (on_training_thread or closing or stuck))
                 if hopeless or time.monotonic() >= deadline:
                     self._finish_others(deadline)
                     why = ", and the training stands still" if stuck and for_training else ""

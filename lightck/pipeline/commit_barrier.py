@@ -78,6 +78,14 @@ class CommitBarrier(Protocol):
         """Wait until the fate of a step is known, `seconds` at most."""
         ...
 
+    def abandon(self, step: int) -> None:
+        """Claim that a step which this rank has committed is dead; at once.
+
+        Its fate is known soon after, and is dead unless another one stands already. Ignored before
+        this rank has reported the step, and if the fate is known.
+        """
+        ...
+
     def compared(self) -> tuple[int, int]:
         """Return how many samples of replicas were compared, and how many could not be."""
         ...
@@ -154,6 +162,9 @@ class SingleProcessBarrier:
         raise AssertionError(f"step {step} of one rank is dead")
 
     def wait(self, step: int, seconds: float) -> None:
+        """Do nothing: fates are known at once."""
+
+    def abandon(self, step: int) -> None:
         """Do nothing: fates are known at once."""
 
     def compared(self) -> tuple[int, int]:

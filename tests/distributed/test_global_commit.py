@@ -212,6 +212,24 @@ def test_patience_ends_the_wait_for_a_rank_that_stopped_in_its_commit() -> None:
         assert wait(ranks[1], 1, LONG_S) is Fate.DEAD
 
 
+def test_a_step_that_is_given_up_is_dead_everywhere_unless_its_outcome_was_set_before() -> None:
+    with job(2) as ranks:
+        for step in (1, 2):
+            for rank in ranks:
+                open_step(rank, step)
+        ranks[0].abandon(1)  # not committed here: nothing to give up
+        for step in (1, 2):
+            ranks[0].committed(step, b"")
+        ranks[1].committed(1, b"")
+        assert [wait(rank, 1, LONG_S) for rank in ranks] == [Fate.WHOLE] * 2
+        ranks[0].abandon(1)
+        until(lambda: ranks[0].abandon(2) or wait(ranks[0], 2, 0.01) is not Fate.UNKNOWN)
+        ranks[1].committed(2, b"")
+        assert [wait(rank, 2, LONG_S) for rank in ranks] == [Fate.DEAD] * 2
+        assert all(rank.reusable(0, 2) for rank in ranks)
+        assert [rank.fate(1) for rank in ranks] == [Fate.WHOLE] * 2
+
+
 def test_a_rank_that_takes_no_more_snapshots_stops_all_of_them() -> None:
     troubles: list[LightckError] = []
     with job(2) as ranks:

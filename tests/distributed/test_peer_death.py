@@ -20,6 +20,7 @@ from test_golden import Job
 from torch.utils.data import DataLoader
 
 import lightck
+from lightck.distributed.commit.distributed_barrier import DistributedBarrier
 from lightck.failure import whole_save
 from lightck.failure.whole_save import WholeSaver
 from lightck.region import location
@@ -504,3 +505,42 @@ def test_one_rank_after_the_other_dies_and_no_step_is_lost(region_dir: Path) -> 
         assert len(taken) == 1, "also of the step that was restored: the timeline is a new one"
     info = go_on(region_dir, 2)
     assert info is not None and info.step == AT + 1
+
+
+def test_outcomes_that_a_dead_rank_has_taken_with_it_keep_no_slot_from_its_survivors(
+    region_dir: Path,
+) -> None:
+    """Of three slots one holds step 1, which is whole, the others steps 2 and 3, which are open.
+
+    The dead rank has committed them and told nobody. The survivor gives up the older one.
+    """
+
+    def prepare(me: ranks.Me, job: Mortal) -> None:
+        passed(me, job, 1, "step end")
+        if me.rank == 1:
+            kind: Any = DistributedBarrier
+            committed = kind.committed
+
+            def tell_first(barrier: Any, step: int, form: bytes) -> None:
+                if step == 1:
+                    committed(barrier, step, form)
+
+            kind.committed = tell_first
+        pending = job.pending
+
+        def first_is_whole() -> None:
+            if job.iteration == 2:
+                job.handle.wait(1, LONG_S)
+            pending()
+
+        job.pending = first_is_whole  # type: ignore[method-assign]
+
+    code = first_life(region_dir, 1, "step end", prepare=prepare, policy=1, slots=3)
+    with ranks.started(2, code) as job:
+        assert job.receive(0) == "step end"
+        job.let_go(1)
+        ((saved, taken, refused, _),) = job.outcomes([0])
+    assert saved["step"] == AT and saved["fresh"] and not refused, (saved, refused)
+    assert [each["step"] for each in taken] == [AT]
+    info = go_on(region_dir, 2)
+    assert info is not None and (info.step, info.early) in {(AT - 1, False), (AT, True)}

@@ -290,7 +290,7 @@ def test_a_slot_that_nobody_writes_is_waited_for_a_moment_only(
     run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A reader may hold it, or a step of open fate, for good: not until a far deadline."""
-    monkeypatch.setattr("lightck.failure.jit_save.FATES_S", 0.05)
+    monkeypatch.setattr("lightck.failure.jit_save.NO_SLOT_S", 0.05)
     loop = counting_loop()
     with attach(run_dir, loop, policy=1, close_timeout_s=1e6) as handle:
         loop.run(3)

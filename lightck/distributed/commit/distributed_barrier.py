@@ -374,6 +374,12 @@ class DistributedBarrier:
         with self._changed:
             self._changed.wait_for(lambda: self.fate(step) is not Fate.UNKNOWN, seconds)
 
+    def abandon(self, step: int) -> None:
+        """Claim that a step without an outcome is dead: its slot is needed."""
+        with self._changed:
+            self._protocol.abandon_step(step, "its outcome did not come, and its slot was needed")
+            self._changed.notify_all()
+
     def troubles(self) -> list[LightckError]:
         """Return the errors noted since the last call, such as that the store does not answer."""
         found: list[LightckError] = []

@@ -262,6 +262,12 @@ class CommitProtocol:
             if pending.stage in (_Stage.AWAIT, _Stage.OPEN):
                 self._abort(pending, why)
 
+    def abandon_step(self, step: int, why: str) -> None:
+        """Claim a step that this rank waits for as dead; ignored if it waits for none such."""
+        pending = self._pending.get(step)
+        if pending is not None and pending.stage is _Stage.AWAIT:
+            self._abort(pending, why)
+
     # ---- questions ----
 
     def take_outcomes(self) -> list[StepOutcome]:
