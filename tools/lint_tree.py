@@ -76,7 +76,10 @@ FOREIGN: dict[str, tuple[str, str]] = {
         "is_lightck _new_process_group_helper register_comm_hook __init__ argv",
         "torch's maker of groups, DDP's hooks, its join; the script's arguments",
     ),
-    "lightck/integrations/accelerate.py": ("initial_seed generator sampler", "a loader's samplers"),
+    "lightck/integrations/accelerate.py": (
+        "initial_seed generator sampler rng_types",
+        "a loader's, and its samplers'",
+    ),
     "lightck/integrations/lightning.py": (
         "_restarting restarting reset should_stop _last_train_dl_reload_epoch _first_loop_iter"
         " _current_fx _progress_bar_metrics _logged_metrics _callback_metrics _update_count"

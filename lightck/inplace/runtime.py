@@ -95,7 +95,7 @@ class Worker:
             CoordinationError: the ranks that it would join cannot go on.
         """
         replacement, communicator = self.recovery.replacement, self.communicator
-        if replacement is None or replacement.attached:
+        if replacement is None or not self.joins():
             return None
         with communicator.changed:
             communicator.changed.wait_for(
@@ -190,6 +190,11 @@ class Worker:
         if self._training is not None:
             self._training.leave(why)
             self.communicator.keep(recovers=False)
+
+    def joins(self) -> bool:
+        """Tell whether this process replaces a lost rank, and has not attached yet."""
+        replacement = self.recovery.replacement
+        return replacement is not None and not replacement.attached
 
     def replaces(self) -> bool:
         """Tell whether another process goes on in the place of this one if it fails."""
@@ -306,6 +311,11 @@ def closing() -> None:
 def replaces() -> bool:
     """Return what `Worker.replaces` does; False in a process that does not recover in place."""
     return WORKER is not None and WORKER.replaces()
+
+
+def joins() -> bool:
+    """Return what `Worker.joins` does; False in a process that does not recover in place."""
+    return WORKER is not None and WORKER.joins()
 
 
 def turn_off(why: str, *, commits: bool = True) -> None:

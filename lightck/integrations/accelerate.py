@@ -11,16 +11,26 @@ The body of the loop stays as it is.
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator, Mapping
 from types import TracebackType
 from typing import Any, Self
 
 import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import IterableDataset, RandomSampler, Sampler
 
 import lightck
 from lightck.errors import ConfigError
+
+try:
+    from accelerate.utils import synchronize_rng_states
+except ImportError as error:
+    raise ImportError(
+        "lightck.integrations.accelerate needs Accelerate: pip install 'lightck[accelerate]'"
+    ) from error
 
 _REFUSED = {
     "DEEPSPEED": "take lightck.integrations.deepspeed",
@@ -105,15 +115,23 @@ class Lightck:
         if place.batch and not place.restored:  # the loop has left the last pass early
             place.begin(place.epoch + 1)
         behind, place.restored = place.batch if place.restored else 0, False
+        # The loader would do so itself where it begins: then the order that is noted here were
+        # another on each rank, and a lost rank's replacement would meet nobody within a pass.
+        if not behind and loader.rng_types is not None:
+            synchronize_rng_states(loader.rng_types, loader.synchronized_generator)
         if isinstance(sampler, lightck.ResumableSampler):
             source = loader
         else:
             place.stand(sampler, anew=behind == 0)
             loader.set_epoch(place.epoch)
             source = self._accelerator.skip_first_batches(loader, behind) if behind else loader
-        for batch in source:
-            place.batch += 1
-            yield batch
+        kept, source.rng_types = loader.rng_types, None
+        try:
+            for batch in source:
+                place.batch += 1
+                yield batch
+        finally:
+            loader.rng_types = kept
         place.begin(place.epoch + 1)
 
     def close(self) -> None:
@@ -256,6 +274,16 @@ def _ordered(loader: Any, place: _Place) -> Any:
     return sampler
 
 
+def _distributed(model: nn.Module) -> nn.Module:
+    """Return the DDP that `accelerator.prepare` has put around a model; the model if there is none.
+
+    Accelerate keeps the model alone, and gives the DDP to the script, whose variable it is. It says
+    which tensors are alike on all ranks, and what its buckets hold.
+    """
+    made = (each for each in gc.get_objects() if issubclass(type(each), DistributedDataParallel))
+    return next((each for each in made if each.module is model), model)
+
+
 def _prepared(accelerator: Any) -> tuple[list[Any], list[Any], dict[str, Any]]:
     """Return models, optimizers and extras: the one place that knows what Accelerate keeps.
 
@@ -264,7 +292,7 @@ def _prepared(accelerator: Any) -> tuple[list[Any], list[Any], dict[str, Any]]:
     kind = accelerator.distributed_type.name
     if kind in _REFUSED:
         raise ConfigError(f"the accelerator distributes by {kind}: {_REFUSED[kind]}")
-    models = list(accelerator._models)
+    models = [_distributed(each) for each in accelerator._models]
     if not models or not accelerator._optimizers:
         raise ConfigError(
             f"the accelerator has prepared {len(models)} models and"

@@ -13,7 +13,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -23,6 +23,7 @@ from torch.utils.data import IterableDataset
 import lightck
 from lightck.config import Config
 from lightck.errors import ConfigError
+from lightck.inplace import runtime
 from lightck.load import load_agreed
 
 try:
@@ -33,7 +34,7 @@ except ImportError as error:
         "lightck.integrations.transformers needs transformers: pip install 'lightck[transformers]'"
     ) from error
 
-_STATE = "transformers/state"
+_STATE, _RANK_STATE = "transformers/state", "transformers/rank"
 _OF_RANKS = ("is_local_process_zero", "is_world_process_zero")
 
 
@@ -98,7 +99,8 @@ class LightckCallback(TrainerCallback):  # type: ignore[misc]
             ConfigError: `bind` was not called. LightckError: as `lightck.restore` raises them.
         """
         args = self._bound().args
-        writes = args.local_process_index <= 0
+        # What the node's first process wrote is gone where a lost one of its peers is replaced.
+        writes = args.local_process_index <= 0 or runtime.joins()
         # Ranks may come here minutes apart, and make the same collectives in every life.
         with args.main_process_first(local=True, desc="lightck: all are here"):
             pass
@@ -128,10 +130,11 @@ class LightckCallback(TrainerCallback):  # type: ignore[misc]
         """
         trainer = self._bound()
         _refuse(trainer, given.get("train_dataloader"))
-        inside = _Sums(trainer)
+        log = _Log()
         extras = {
             "transformers/schedule": lightck.at_forward(given["lr_scheduler"]),
-            _STATE: lightck.at_forward(inside),
+            _STATE: lightck.at_forward(_SharedState(trainer, log)),
+            _RANK_STATE: lightck.at_forward(_RankState(trainer, log)),
             **self.extras,
         }
         if trainer.accelerator.scaler is not None:
@@ -146,7 +149,7 @@ class LightckCallback(TrainerCallback):  # type: ignore[misc]
                 f" is of step {self.info.step}: write trainer.train(resume_from_checkpoint="
                 "callback.checkpoint()), or take another path for a new run"
             )
-        if self._made is not None and trainer.args.local_process_index <= 0:
+        if self._made is not None and (trainer.args.local_process_index <= 0 or runtime.joins()):
             shutil.rmtree(self._made, ignore_errors=True)  # all ranks have read it
         self.handle = lightck.attach(*where, extras=extras, **self.settings)
         self._running = True
@@ -194,61 +197,65 @@ class LightckCallback(TrainerCallback):  # type: ignore[misc]
             whole = Path(folder) / made.name
             whole.mkdir()
             _save(self._trainer.model, snapshot["model"], whole)
-            (whole / "trainer_state.json").write_text(_as_json(snapshot["extras"][_STATE]))
+            extras = snapshot["extras"]
+            text = _as_json(extras[_STATE], extras[_RANK_STATE]["clock"])
+            (whole / "trainer_state.json").write_text(text)
             shutil.rmtree(made, ignore_errors=True)
             whole.rename(made)
 
 
-class _Sums:
-    """The state of a Trainer: the one place that knows what it keeps to itself.
+class _Log:
+    """A Trainer's log as JSON, a row each: written once, what was logged stays as it is."""
 
-    `tests/integrations/test_seams.py` names every attribute that is used here. The
-    state is taken at the start of a forward: what was logged and evaluated behind the last step is
-    in it, and of the step to come nothing.
-    """
+    def __init__(self) -> None:
+        self.rows: list[str] = []
+        """The rows, without times."""
+        self.times: list[str] = []
+        """The times and rates of each row."""
 
-    _KEPT = (
-        "_total_loss_scalar",
-        "_globalstep_last_logged",
-        "_initial_global_step",
-        "current_flos",
-    )
+    def follow(self, history: Sequence[Mapping[str, Any]]) -> None:
+        """Add what was logged since."""
+        del self.rows[len(history) :], self.times[len(history) :]
+        for row in history[len(self.rows) :]:
+            times = {key: value for key, value in row.items() if _is_time(key)}
+            rest = {key: value for key, value in row.items() if key not in times}
+            self.rows.append(json.dumps(rest, sort_keys=True))  # alike in a row that was read
+            self.times.append(json.dumps(times, sort_keys=True))
 
-    def __init__(self, trainer: Any) -> None:
-        self._trainer = trainer
-        self._log: list[str] = []
-        """The log's rows as JSON, without times: each is written once, and then stays."""
-        self._times: list[str] = []
-        """The times and rates of each of them, as JSON."""
+
+# The two parts of a Trainer's state name all that it keeps to itself and that is used here; so does
+# `tests/integrations/test_seams.py`. They are taken at the start of a forward: what was logged and
+# evaluated behind the last step is in them, and of the step to come nothing. They are two, since
+# what a lost rank would have done before its forward is inferred of what is alike on all ranks.
+
+
+class _SharedState:
+    """The part of a Trainer's state that is alike on all ranks, but for their flags."""
+
+    _KEPT = ("_total_loss_scalar", "_globalstep_last_logged", "_initial_global_step")
+
+    def __init__(self, trainer: Any, log: _Log) -> None:
+        self._trainer, self._log = trainer, log
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the Trainer's state in the parts of its `trainer_state.json`, and its sums."""
+        """Return it in the parts of a `trainer_state.json`, and sums that are kept elsewhere."""
         trainer, state = self._trainer, self._trainer.state
-        history = state.log_history
-        del self._log[len(history) :], self._times[len(history) :]
-        for row in history[len(self._log) :]:
-            times = {key: value for key, value in row.items() if _is_time(key)}
-            self._log.append(json.dumps({k: v for k, v in row.items() if k not in times}))
-            self._times.append(json.dumps(times))
+        self._log.follow(state.log_history)
         left = {"log_history", "stateful_callbacks", *_OF_RANKS}
         names = [each.name for each in dataclasses.fields(state) if each.name not in left]
         return {
             "state": {name: getattr(state, name) for name in names},
-            "log": self._log,
-            "clock": self._times,
+            "log": self._log.rows,
             "callbacks": [
                 [type(each).__name__, json.dumps(each.state())] for each in self._exportable()
             ],
             "sums": {name: getattr(trainer, name) for name in self._KEPT},
-            "loss": float(trainer._tr_loss.item()),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load what the Trainer has not loaded from the folder of `checkpoint`."""
-        trainer = self._trainer
         for name, value in state["sums"].items():
-            setattr(trainer, name, value)
-        trainer._tr_loss.fill_(state["loss"])
+            setattr(self._trainer, name, value)
         saved = list(state["callbacks"])
         for each in self._exportable()[:-1]:  # the control's flags are for a step that is over
             mine = next((pair for pair in saved if pair[0] == type(each).__name__), None)
@@ -263,8 +270,30 @@ class _Sums:
         return [each for each in every if isinstance(each, ExportableState)]
 
 
-def _as_json(state: dict[str, Any]) -> str:
-    """Return the `trainer_state.json` of a state that `_Sums` has taken."""
+class _RankState:
+    """The part of a Trainer's state that is each rank's own."""
+
+    _KEPT = ("current_flos",)
+
+    def __init__(self, trainer: Any, log: _Log) -> None:
+        self._trainer, self._log = trainer, log
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the loss that is still to be logged, sums, and the times of the log's rows."""
+        trainer = self._trainer
+        self._log.follow(trainer.state.log_history)
+        sums = {name: getattr(trainer, name) for name in self._KEPT}
+        return {"loss": float(trainer._tr_loss.item()), "sums": sums, "clock": self._log.times}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load it, but for the times, which the Trainer has loaded."""
+        for name, value in state["sums"].items():
+            setattr(self._trainer, name, value)
+        self._trainer._tr_loss.fill_(state["loss"])
+
+
+def _as_json(state: Mapping[str, Any], times: Sequence[str]) -> str:
+    """Return the `trainer_state.json` of a `_SharedState`, with the times of its log's rows."""
     callbacks: dict[str, Any] = {}
     for name, text in state["callbacks"]:
         callbacks.setdefault(name, []).append(json.loads(text))
@@ -272,8 +301,8 @@ def _as_json(state: dict[str, Any]) -> str:
         **state["state"],
         **dict.fromkeys(_OF_RANKS, True),
         "log_history": [
-            {**json.loads(row), **json.loads(times)}
-            for row, times in zip(state["log"], state["clock"], strict=True)
+            {**json.loads(row), **json.loads(taken)}
+            for row, taken in zip(state["log"], times, strict=True)
         ],
         "stateful_callbacks": {k: v[0] if len(v) == 1 else v for k, v in callbacks.items()},
     }

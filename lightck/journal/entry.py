@@ -292,9 +292,11 @@ def forward_of(step_end: JournalEntry, around: Sequence[JournalEntry]) -> Journa
 def _inferred(left: JournalEntry, around: Sequence[JournalEntry], what: str) -> bytes:
     trees = [boundary_blob.opened(each.blob, context="journal") for each in (left, *around)]
     named = [{**tree, "extras": _by_name(tree["extras"])} for tree in trees]
-    seconds = [tree["second"] for tree in named]
+    seconds = [_with_whole_options(tree["second"]) for tree in named]
     if any("rng" in second for second in seconds):  # at the step end they are those of that
-        seconds = [{"rng": tree["rng"], **tree["second"]} for tree in named]
+        seconds = [
+            {"rng": tree["rng"], **second} for tree, second in zip(named, seconds, strict=True)
+        ]
     whole = {
         **named[0],
         "tensors": _table([tree["tensors"] for tree in named], "", what),
@@ -305,6 +307,20 @@ def _inferred(left: JournalEntry, around: Sequence[JournalEntry], what: str) -> 
         "second": _table(seconds, "", what),
     }
     return boundary_blob.closed(whole)
+
+
+def _with_whole_options(second: dict[str, Any]) -> dict[str, Any]:
+    """Return values of forward start in which no group's options refer to the first group's.
+
+    Which ones do depends on which objects groups share, and that differs by process: a restored
+    optimizer has other objects than one that was built.
+    """
+    whole = []
+    for described in second["optimizers"]:
+        groups = _rebuilt_optimizer(described)["groups"]
+        options = [[False, group["options"]] for group in groups]
+        whole.append({**described, "groups": {**described["groups"], "options": options}})
+    return {**second, "optimizers": whole}
 
 
 def _by_name(instants: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -510,7 +510,7 @@ def test_one_rank_after_the_other_dies_and_no_step_is_lost(region_dir: Path) -> 
 def test_outcomes_that_a_dead_rank_has_taken_with_it_keep_no_slot_from_its_survivors(
     region_dir: Path,
 ) -> None:
-    """Of three slots one holds step 1, which is whole, the others steps 2 and 3, which are open.
+    """Three slots hold step 1, which is whole, and steps 2 and 3, which are open.
 
     The dead rank has committed them and told nobody. The survivor gives up the older one.
     """

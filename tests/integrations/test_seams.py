@@ -148,6 +148,11 @@ def test_an_accelerator_has(name: str) -> None:
     assert hasattr(accelerator(), name)
 
 
+def test_accelerate_s_loaders_have_what_ranks_agree_on() -> None:
+    loader = accelerator().prepare(torch.utils.data.DataLoader(range(4), shuffle=True))  # type: ignore
+    assert hasattr(loader, "rng_types") and hasattr(loader, "synchronized_generator")
+
+
 def test_a_loader_of_accelerates_has_what_finds_its_sampler_and_says_how_it_was_made() -> None:
     made = accelerator()
     with warnings.catch_warnings():

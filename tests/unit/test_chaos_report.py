@@ -323,7 +323,7 @@ def test_one_bit_and_one_type_is_a_difference() -> None:
     [
         ("/rng/numpy/state/key", True),
         ("/extras/data/before/rng/numpy/state/key", True),
-        ("/extras/transformers/state/clock/3", True),
+        ("/extras/transformers/rank/clock/3", True),
         ("/rng/torch", False),
         ("/extras/rng/numpy_like", False),
         ("/extras/clockwork/0", False),

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from lightck.journal.copy_buffer import CopyBuffer
-from lightck.journal.entry import EntryEncoder, decode_entry
-from lightck.region.native_region import STEP_END, JournalEntry
+from lightck.journal.entry import EntryEncoder, decode_entry, forward_of
+from lightck.region.native_region import FORWARD, STEP_END, JournalEntry
 from lightck.state import boundary_blob, boundary_codec, rng
 from lightck.state.inventory import StateTensor
 
@@ -50,6 +50,33 @@ def test_groups_come_back_with_their_own_options_in_their_own_order() -> None:
         found = decode_entry(JournalEntry(STEP_END, step, 1, 1, 0, 0, blob), context="test")
         second = boundary_blob.opened(found.at_forward, context="test")
         assert repr(second["optimizers"]) == repr(optimizers)
+
+
+def test_a_forward_is_inferred_where_groups_share_objects_on_one_rank_and_none_on_the_other() -> (
+    None
+):
+    """A restored optimizer has equal options in other objects than one that was built."""
+
+    def entry(kind: int, lr: float, restored: bool) -> JournalEntry:
+        eps, betas = 1.0e-8, (0.9, 0.999)
+        first = {"lr": lr, "eps": eps, "betas": betas}
+        second = {"lr": lr + 1, "eps": float("1.0e-8") if restored else eps, "betas": betas}
+        groups = [
+            {"params": [f"p{i}"], "options": options} for i, options in enumerate((first, second))
+        ]
+        optimizers = [{"class": "C", "groups": groups, "state": {}, "attributes": {}}]
+        trees = {"rng": generators, "extras": {}}, {"optimizers": optimizers, "extras": {}}
+        blob = EntryEncoder().encode(CopyBuffer(()), {}, trees, b"d")
+        return JournalEntry(kind, 7, 1, 1, 0, 0, blob)
+
+    generators = rng.capture()
+    around = [entry(STEP_END, 0.2, False), entry(FORWARD, 0.1, False)]
+    wanted = decode_entry(around[1], context="test")
+    for lr in (0.2, 0.1):  # before what the loop does there, and behind it
+        here = entry(STEP_END, lr, True)
+        assert here.blob not in [each.blob for each in around]
+        told = decode_entry(forward_of(here, around), context="test")
+        assert told.at_forward == wanted.at_forward
 
 
 def _draws() -> list[float]:
