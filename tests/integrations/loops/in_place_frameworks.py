@@ -39,7 +39,7 @@ class Net(nn.Module):
 
 
 class Said:
-    """What this rank says, and where it dies."""
+    """Says what this rank computes, and ends it where it is to die."""
 
     def __init__(self, folder: Path, deaths: list[str]) -> None:
         self.folder, self._deaths = folder, deaths
