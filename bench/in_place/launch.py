@@ -14,24 +14,25 @@ from collections.abc import Sequence
 from typing import Any
 from unittest import mock
 
-import torch.distributed.run as torchrun
-
-from bench.in_place.common import Marks
-from lightck.cli import run
-from lightck.inplace.agent import Agent
-
 _SIGNAL_WITH_PARENT = 1  # PR_SET_PDEATHSIG
 
 
 def main(launcher: str, folder: str, arguments: Sequence[str]) -> int:
     """Run it."""
     ctypes.CDLL(None).prctl(_SIGNAL_WITH_PARENT, signal.SIGTERM)  # it ends its workers then
+    # After that: they take seconds, in which the parent may end.
+    import torch.distributed.run as torchrun
+
+    from bench.in_place.common import Marks
+    from lightck.cli import run
+    from lightck.inplace.agent import Agent
+
     if launcher == "torchrun":
         torchrun.main([*arguments])
         return 0
     marks, replace = Marks(folder, "agent"), Agent.replace
 
-    def noticed(agent: Agent, local_rank: int, code: int) -> Any:
+    def noticed(agent: Any, local_rank: int, code: int) -> Any:
         marks.mark("noticed", rank=local_rank)
         return replace(agent, local_rank, code)
 
