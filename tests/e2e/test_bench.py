@@ -88,7 +88,7 @@ def _ran(name: str, monkeypatch: pytest.MonkeyPatch) -> tuple[definition.Definit
     return tiny, execute.run(tiny, "a test", forked, lambda text: None)
 
 
-@pytest.mark.timeout(600)  # two dozen engines of one definition, some with processes of their own
+@pytest.mark.timeout(1800)  # two dozen engines, on a machine that may be loaded
 @pytest.mark.parametrize("name", definition.names())
 def test_a_definition_runs_and_every_engine_is_verified(
     name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
