@@ -48,9 +48,12 @@ KEPT = {
         "test_the_step_that_its_peers_go_on_to_is_there_on_every_rank": 1,
     },
     "distributed/test_differing_ranks.py": {
+        "test_one_flipped_bit_is_found_within_a_round_and_named_on_every_rank": 1,
         "test_optimizer_state_that_differs_is_named_with_what_it_makes_differ": 1,
     },
     "distributed/test_frozen_ranks.py": {
+        "test_a_rank_that_stops_at_any_instant_costs_no_step": 0,
+        "test_another_number_of_ranks_saves_whole_in_the_file_that_is_there": 0,
         "test_a_rank_that_stands_still_costs_no_step_that_another_has": 1,
         "test_a_rank_that_holds_python_s_lock_costs_no_step": 1,
         "test_one_healthy_rank_of_three_is_enough": 1,
@@ -76,6 +79,7 @@ KEPT = {
         "test_a_rank_that_stands_still_makes_others_wait_for_its_gradients_only": 0,
     },
     "distributed/test_gradients.py": {
+        "test_the_module_is_as_it_was_after_detach": 0,
         "test_no_bit_of_a_gradient_changes": 2,
     },
     "distributed/test_hanging_ranks.py": {
@@ -87,10 +91,17 @@ KEPT = {
         "test_a_second_failure_before_the_first_snapshot_is_healed_again": 1,
         "test_a_damaged_replica_is_mended_and_the_job_goes_on_exactly": 0,
     },
+    "distributed/test_healing_faults.py": {
+        "test_a_rank_that_dies_while_it_gives_is_named_on_every_other": 1,
+    },
     "distributed/test_held_ranks.py": {
-        "test_ranks_that_are_ended_have_saved_the_last_step_that_both_have_trained": 1,
+        "test_ranks_that_are_ended_have_saved_the_last_step_that_both_have_trained": 0,
+    },
+    "distributed/test_history_ranks.py": {
+        "test_a_rank_that_copies_slowly_copies_the_same_steps": 0,
     },
     "distributed/test_in_place.py": {
+        "test_sparse_gradients_are_reduced_again_and_never_given": 0,
         "test_a_rank_that_is_lost_in_any_phase_is_replaced_and_no_other": 0,
         "test_ranks_are_lost_one_after_the_other_and_only_they_are_replaced": 1,
         "test_a_rank_that_is_lost_in_the_last_step_is_replaced": 0,
@@ -114,6 +125,7 @@ KEPT = {
         "test_no_order_lets_a_difference_pass_or_trusts_what_follows_it": 1,
     },
     "distributed/test_just_in_time.py": {
+        "test_ranks_that_have_saved_different_steps_before_any_was_whole_begin_anew": 0,
         "test_ranks_that_fail_at_one_place_go_on_bit_for_bit": 1,
     },
     "distributed/test_peer_death.py": {
@@ -122,9 +134,10 @@ KEPT = {
         "test_what_a_survivor_takes_again_behind_its_update_does_not_hide_the_update": 1,
     },
     "distributed/test_policies_of_ranks.py": {
-        "test_a_best_metric_saves_the_evaluated_state_on_every_rank": 1,
+        "test_a_symptom_on_another_rank_makes_a_step_due": 0,
+        "test_a_best_metric_saves_the_evaluated_state_on_every_rank": 0,
         "test_a_step_that_was_announced_is_given_up_when_the_loss_is_no_number": 1,
-        "test_another_number_of_ranks_goes_on_with_it_as_well": 1,
+        "test_another_number_of_ranks_goes_on_with_it_as_well": 0,
     },
     "distributed/test_resume.py": {
         "test_a_job_that_lost_a_rank_does_what_an_uninterrupted_one_does": 1,
@@ -137,6 +150,9 @@ KEPT = {
     },
     "distributed/test_shared_jobs.py": {
         "test_each_rank_writes_its_part_and_together_they_hold_all": 1,
+    },
+    "distributed/test_shared_state_order.py": {
+        "test_the_keys_of_shared_state_have_the_order_that_the_optimizer_made": 1,
     },
     "distributed/test_signalled_ranks.py": {
         "test_sigterm_to_ranks_inside_collectives_and_outside_saves_the_same_step_on_all": 1,
@@ -176,6 +192,7 @@ KEPT = {
         "test_what_a_training_forgets_shows_as_a_difference": 0,
     },
     "e2e/test_gpu_check.py": {
+        "test_without_a_gpu_it_says_so_and_does_nothing": 0,
         "test_every_engine_of_a_part_is_measured_and_verified": 1,
         "test_the_native_part_is_built_with_gcc_alone": 0,
     },
@@ -219,6 +236,7 @@ KEPT = {
         "test_killed_at_any_time_items_are_whole_or_absent_and_the_best_is_kept": 1,
     },
     "e2e/test_kills.py": {
+        "test_of_two_trainers_one_owns_the_region_and_the_other_is_told": 0,
         "test_training_that_is_killed_at_any_instant_goes_on_as_if_it_were_not": 1,
     },
     "e2e/test_lifetime.py": {
@@ -335,6 +353,7 @@ KEPT = {
         "test_what_the_update_wrote_is_what_stood_at_forward_start": 5,
     },
     "unit/test_bench_compare.py": {
+        "test_another_native_abi_is_measured_by_its_own_benchmarks_and_that_is_told": 0,
         "test_benchmarks_can_be_chosen": 0,
         "test_what_fails_in_one_tree_is_told_and_the_rest_is_compared": 0,
         "test_nothing_is_left_of_a_comparison_that_was_interrupted": 0,
@@ -348,6 +367,7 @@ KEPT = {
         "test_an_announced_failure_loses_less_and_false_alarms_cost_little": 2,
     },
     "unit/test_bench_page.py": {
+        "test_charts_cope_with_rows_that_are_not_there_yet": 0,
         "test_report_page_and_charts_of_stored_files_are_the_same_byte_for_byte": 0,
     },
     "unit/test_in_place_simulated.py": {

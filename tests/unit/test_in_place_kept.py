@@ -63,7 +63,7 @@ def test_where_in_place_is_off_nothing_is_kept(communicator: Communicator) -> No
     assert kept(communicator, 100_000, 3) == kept(communicator, 1, 3) == 0
 
 
-@pytest.mark.parametrize(("values", "count"), [(1, 5000), (1 << 20, 100)])
+@pytest.mark.parametrize(("values", "count"), [(1 << 20, 100), (1, 5000)])
 def test_of_a_long_evaluation_a_bounded_part_is_kept_and_two_steps_later_it_is_over(
     communicator: Communicator, values: int, count: int
 ) -> None:
