@@ -334,13 +334,13 @@ class InPlaceRecovery:
         communicator = self.communicator
         for number, donor in plan.donors.items():
             form = plan.forms[number]
+            # The program goes on beside it: it may change a result behind the plan, or here.
+            changed = f"the result of {form.kind} was changed before every rank had it"
             operation = communicator.window.get(number)
             if donor != communicator.rank:
                 given = empty(form)
             elif operation is None or not operation.is_intact:
-                raise _RestartAll(
-                    f"the result of collective {number} ({form.kind}) has changed since"
-                )
+                raise _RestartAll(changed)
             else:
                 given = flat(operation.result())
             for tensor in given:
@@ -348,9 +348,7 @@ class InPlaceRecovery:
             if donor == communicator.rank:
                 assert operation is not None
                 if not operation.is_intact:
-                    raise _RestartAll(
-                        f"the result of collective {number} changed while it was given"
-                    )
+                    raise _RestartAll(changed)
             else:
                 communicator.give(number, form, given)
 
