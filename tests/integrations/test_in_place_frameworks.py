@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from test_in_place_deepspeed import said
 
 LOOP = Path(__file__).with_name("loops") / "in_place_frameworks.py"
 WORLD = 2
@@ -26,13 +27,6 @@ def trained(folder: Path, framework: str, *deaths: str) -> str:
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-6000:]
     return done.stdout
-
-
-def said(folder: Path, rank: int, what: str) -> list[str]:
-    """Return what a rank has said of something, in order; a repeated line counts once."""
-    lines = (folder / f"{rank}.said").read_text().splitlines()
-    found = [line.partition(" ")[2] for line in lines if line.startswith(what + " ")]
-    return list(dict.fromkeys(found))
 
 
 @pytest.mark.timeout(600)
