@@ -128,13 +128,13 @@ KEPT = {
         "test_ranks_that_have_saved_different_steps_before_any_was_whole_begin_anew": 0,
         "test_ranks_that_fail_at_one_place_go_on_bit_for_bit": 1,
     },
+    "distributed/test_lost_after_healing.py": {
+        "test_a_rank_healed_with_its_own_journal_keeps_its_older_snapshot": 0,
+    },
     "distributed/test_peer_death.py": {
         "test_the_last_complete_step_is_there_on_every_rank": 1,
         "test_with_every_step_due_an_exact_snapshot_outlives_a_death_before_the_next_forward": 1,
         "test_what_a_survivor_takes_again_behind_its_update_does_not_hide_the_update": 1,
-    },
-    "distributed/test_lost_after_healing.py": {
-        "test_a_rank_healed_with_its_own_journal_keeps_its_older_snapshot": 0,
     },
     "distributed/test_policies_of_ranks.py": {
         "test_a_restarted_rank_0_goes_on_with_what_the_job_has_learned": 0,

@@ -138,8 +138,11 @@ class SlotWait:
     _idle_since: float | None = None
     """The time since which nothing is written and there is no slot."""
 
-    def is_hopeless(self, waits: WaitFor) -> bool:
-        """Tell whether a save that `waits` has been without a slot for too long; at once."""
+    def poll(self, waits: WaitFor) -> bool:
+        """Let go of slots that may be held for good; return whether none came for too long.
+
+        Returns at once. `waits`: what the save waits for now.
+        """
         pipeline, history = self.checkpointer.pipeline, self.checkpointer.outcomes.history
         if waits is WaitFor.SLOT and history is not None:
             history.slot_needed(held_s=HISTORY_S)  # a copy that hangs may hold the last one
@@ -288,7 +291,7 @@ class JitSaver:
                     return found
             except RetryLater as later:
                 for_training = later.waits is WaitFor.TRAINING
-                hopeless = slot_wait.is_hopeless(later.waits)
+                hopeless = slot_wait.poll(later.waits)
                 hopeless = hopeless or (for_training and (on_training_thread or closing or stuck))
                 if hopeless or time.monotonic() >= deadline:
                     self._finish_others(deadline)

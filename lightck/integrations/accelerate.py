@@ -128,10 +128,11 @@ class Lightck:
         kept, source.rng_types = loader.rng_types, None
         try:
             for batch in source:
+                loader.rng_types = kept  # the pass has begun: other passes agree by themselves
                 place.batch += 1
                 yield batch
         finally:
-            loader.rng_types = kept
+            loader.rng_types = kept  # of an empty pass, or one that fails at once
         place.begin(place.epoch + 1)
 
     def close(self) -> None:

@@ -542,5 +542,6 @@ def test_outcomes_that_a_dead_rank_has_taken_with_it_keep_no_slot_from_its_survi
         ((saved, taken, refused, _),) = job.outcomes([0])
     assert saved["step"] == AT and saved["fresh"] and not refused, (saved, refused)
     assert [each["step"] for each in taken] == [AT]
+    assert AT - 1 in exact_steps(region_dir, 0), "the newer one of the open steps was given up"
     info = go_on(region_dir, 2)
     assert info is not None and (info.step, info.early) in {(AT - 1, False), (AT, True)}
