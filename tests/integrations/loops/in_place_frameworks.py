@@ -58,6 +58,10 @@ class Said:
         """Say a loss in all its bits."""
         print("loss", step, float(loss.detach()).hex(), file=self._file)
 
+    def rows(self, step: int, rows: torch.Tensor) -> None:
+        """Say which rows a step has."""
+        print("rows", step, *rows.tolist(), file=self._file)
+
     def end(self, net: nn.Module) -> None:
         """Write the last state."""
         torch.save(net.state_dict(), self.folder / f"{RANK}.state")
@@ -115,12 +119,14 @@ def accelerate(said: Said) -> None:
     rest = [{"params": [p for p in net.parameters() if p.dim() <= 1], "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW([{"params": weights}, *rest], lr=0.01)
     decay = torch.optim.lr_scheduler.StepLR(optimizer, step_size=5, gamma=0.5)
-    shuffled = DataLoader(data(), batch_size=4, shuffle=True)
+    numbered = TensorDataset(*data().tensors, torch.arange(96))
+    shuffled = DataLoader(numbered, batch_size=4, shuffle=True)
     model, optimizer, loader, schedule = accelerator.prepare(net, optimizer, shuffled, decay)
     with Lightck(accelerator, said.folder / "regions", policy=4) as run:
         for _ in run.epochs(EPOCHS):
-            for x, y in run.batches(loader):
+            for x, y, rows in run.batches(loader):
                 said.die_at(run.step + 1)
+                said.rows(run.step + 1, rows)
                 loss = model(x, y)["loss"]
                 accelerator.backward(loss)
                 optimizer.step()
