@@ -109,7 +109,8 @@ KEPT = {
         "test_a_rank_is_replaced_whatever_the_training_does": 0,
         "test_a_replacement_s_modules_have_read_its_own_rank": 0,
         "test_connections_are_cut_and_nothing_is_replaced_or_lost": 1,
-        "test_what_cannot_be_recovered_in_place_restarts_all_ranks_with_its_reason": 1,
+        "test_what_cannot_be_recovered_in_place_restarts_all_ranks_with_its_reason": 0,
+        "test_a_rank_that_stands_is_ended_for_the_others_and_replaced": 0,
         "test_where_recovery_in_place_is_off_all_ranks_are_restarted": 0,
         "test_all_ranks_that_are_lost_at_once_are_restarted": 0,
         "test_a_job_without_restarts_left_fails_and_goes_on_when_it_is_started_again": 0,
@@ -194,6 +195,10 @@ KEPT = {
         "test_rare_snapshots_lose_what_lies_between_them": 0,
         "test_a_network_drop_passes": 0,
         "test_what_a_training_forgets_shows_as_a_difference": 0,
+        "test_a_command_with_a_place_of_its_own_is_refused": 0,
+    },
+    "e2e/test_closure_failures.py": {
+        "test_an_exception_goes_on_bit_for_bit_from_the_last_complete_step": 1,
     },
     "e2e/test_gpu_check.py": {
         "test_without_a_gpu_it_says_so_and_does_nothing": 0,
@@ -323,9 +328,11 @@ KEPT = {
         "test_a_bit_of_the_older_snapshot_never_hides_the_newest": 2,
         "test_a_bit_of_the_newest_snapshot_costs_that_one_and_says_so": 1,
         "test_every_bit_of_a_superblock_is_spare": 0,
+        "test_what_is_read_after_a_flip_in_one_bit_of_a_word_is_caught_in_every_bit_of_it": 0,
     },
     "integration/test_crash_images.py": {
         "test_every_image_gives_back_a_step_of_the_run": 1,
+        "test_a_mistake_in_the_commit_order_would_be_seen": 0,
     },
     "integration/test_journal_entries.py": {
         "test_a_change_is_in_the_very_next_entry": 40,
@@ -336,6 +343,7 @@ KEPT = {
     "integration/test_media_faults.py": {
         "test_a_foreign_fault_still_ends_the_process_with_its_traceback": 1,
         "test_poison_at_any_access_of_a_training_is_told_and_costs_no_older_snapshot": 2,
+        "test_the_native_programs_fail_every_call_and_access_and_live": 0,
     },
     "integration/test_ownership.py": {
         "test_an_interpreter_that_exits_without_close_keeps_what_was_open": 1,
@@ -378,12 +386,15 @@ KEPT = {
         "test_a_rank_that_is_lost_at_any_point_is_replaced_without_a_trace": 14,
         "test_whatever_is_lost_at_random_every_result_is_the_same": 12,
     },
+    "unit/test_in_place_spare.py": {
+        "test_a_module_that_reads_the_rank_while_it_is_imported_reads_its_own": 0,
+    },
     "unit/test_in_place_kept.py": {
         "test_of_a_long_evaluation_a_bounded_part_is_kept_and_two_steps_later_it_is_over": 1,
     },
     "unit/test_lazy_import.py": {
         "test_restore_and_load_are_functions_whoever_imports_their_modules": 1,
-        "test_under_chaos_restore_is_disturbed_whichever_name_comes_first": 1,
+        "test_under_chaos_restore_is_disturbed_whichever_name_comes_first": 0,
     },
     "unit/test_plan.py": {
         "test_a_picture_is_drawn_and_not_replaced_without_force": 1,

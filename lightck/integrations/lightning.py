@@ -73,11 +73,13 @@ class LightckCallback(Checkpoint):  # type: ignore[misc]
         self.path, self.data, self.boundary, self.settings = path, data, boundary, settings
         self.extras = None if extras is None else dict(extras)
         self.handle: lightck.Handle | None = None
-        """The handle while `fit` runs; the closed one after it."""
+        """The handle while `fit` trains; the closed one after it."""
         self.info: lightck.RestoreInfo | None = None
         """The description of what was restored when `fit` began last; None: nothing was there."""
         self._trained: Any = None
         """The module that this callback has followed before, in this process."""
+        self._followed: dict[str, Any] = {}
+        """All extras, of the `fit` that runs."""
         self._running = False
 
     @property
@@ -88,29 +90,38 @@ class LightckCallback(Checkpoint):  # type: ignore[misc]
     # ---- what Lightning calls ----------------------------------------------------------------
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        """Restore and attach: the model is set up, and no loop has begun.
+        """Restore: the model is set up, and no loop has begun.
 
         Raises:
             ConfigError: the training could not be resumed exactly; it says why and what to write.
-            LightckError: as `lightck.restore` and `lightck.attach` raise them; the training has not
-                begun.
+            LightckError: as `lightck.restore` raises it; the training has not begun.
         """
         inside = _Loops(trainer)
         self._refuse(trainer, pl_module)
-        extras = {**self._data(inside), **self._state(inside), **(self.extras or {})}
-        where = (trainer.strategy.model, trainer.optimizers, self.path)
+        self._followed = {**self._data(inside), **self._state(inside), **(self.extras or {})}
         if self._trained is not pl_module:
-            self.info = lightck.restore(*where, extras=extras, step="exact")
+            self.info = lightck.restore(
+                trainer.strategy.model, trainer.optimizers, self.path, extras=self._followed,
+                step="exact",
+            )  # fmt: skip
             if self.info is not None:
                 self._resumed(trainer, inside)
-        if self.boundary is not None:
-            self.settings["boundary"] = trainer.optimizers[self.boundary]
-        self.handle = lightck.attach(*where, extras=extras, **self.settings)
-        self._trained, self._running = pl_module, True
+        if inside.has_ended():
+            self._attach(trainer, pl_module)  # `on_train_start` will not come
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Attach: Lightning's set-up is over, in which the ranks meet several times.
+
+        A replacement that joins the others in place goes through it alone.
+
+        Raises:
+            LightckError: as `lightck.attach` raises it; the training has not begun.
+        """
+        self._attach(trainer, pl_module)
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
         """Report what was logged to the history, by which `keep="best val_loss"` chooses."""
-        if self._running and self.handle is not None and not trainer.sanity_checking:
+        if self._running and self.handle is not None:
             self.handle.report(**{k: float(v) for k, v in trainer.callback_metrics.items()})
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
@@ -136,6 +147,15 @@ class LightckCallback(Checkpoint):  # type: ignore[misc]
         self._close(exception)
 
     # ---- inside ------------------------------------------------------------------------------
+
+    def _attach(self, trainer: Any, module: Any) -> None:
+        if self.boundary is not None:
+            self.settings["boundary"] = trainer.optimizers[self.boundary]
+        self.handle = lightck.attach(
+            trainer.strategy.model, trainer.optimizers, self.path, extras=self._followed,
+            **self.settings,
+        )  # fmt: skip
+        self._trained, self._running = module, True
 
     def _close(self, error: BaseException | None = None) -> None:
         if self._running and self.handle is not None:
@@ -223,6 +243,7 @@ class LightckCallback(Checkpoint):  # type: ignore[misc]
         trainer = inside.trainer
         extras: dict[str, Any] = {
             "lightning/loops": lightck.at_forward(inside),
+            "lightning/logged": lightck.at_forward(_Logged(trainer)),
             "lightning/callbacks": lightck.at_forward(_Callbacks(trainer, self)),
         }
         for i, config in enumerate(trainer.lr_scheduler_configs):
@@ -262,10 +283,13 @@ class _Callbacks:
                 each.load_state_dict(_unpacked(state[each.state_key]))
 
 
-class _Loops:
-    """The loops and the logged metrics of a trainer: the one place that knows Lightning's inside.
+# These two classes alone know Lightning's inside; `tests/integrations/test_seams.py` names every
+# attribute that they use. They are two, since what a lost rank would have done before its forward
+# is inferred of what is alike on all ranks, which logged values hardly are.
 
-    `tests/integrations/test_seams.py` names every attribute that is used here.
+
+class _Loops:
+    """The loops of a trainer, whose state is alike on all ranks.
 
     The state is taken at the start of a forward. By then the loops have counted the batch that this
     forward is of, which a resumed run draws again: what is under way counts as not begun.
@@ -275,13 +299,16 @@ class _Loops:
         self.trainer = trainer
         self._fit = trainer.fit_loop
         self._epoch = self._fit.epoch_loop
-        self._connector = trainer._logger_connector
 
     def loaders(self) -> list[Any]:
         """Return the training loaders as the loop iterates over them, made now if need be."""
         self._fit.setup_data()
         combined = self._fit._combined_loader
         return [] if combined is None else list(combined.flattened)
+
+    def has_ended(self) -> bool:
+        """Tell whether there is nothing left to train, as Lightning finds again in a moment."""
+        return bool(self._fit.skip)
 
     def go_on(self) -> None:
         """Make the loops go on from the restored state when they are run next."""
@@ -304,23 +331,14 @@ class _Loops:
         epoch.reset = reset
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the counters of all loops, and what was logged and is still to be reduced."""
+        """Return the counters of all loops."""
         loops = self._fit.state_dict()
         loops["state_dict"].pop("combined_loader", None)
-        connector = self._connector
-        first = connector._first_loop_iter
         return {
             "loops": loops,
             "stopping": self.trainer.should_stop,
             "reloaded": self._fit._last_train_dl_reload_epoch,
             "seen": dict(self._epoch.val_loop._seen_batches_per_dataloader),
-            "first": None if first else first,  # of the batch that is drawn again
-            "fx": connector._current_fx,
-            "shown": _packed(dict(connector._progress_bar_metrics)),
-            "logged": _packed(dict(connector._logged_metrics)),
-            "monitored": _packed(dict(connector._callback_metrics)),
-            "results": {name: self._result(name, each) for name, each in self._results().items()},
-            "metrics": {name: _metric_state(each) for name, each in self._metrics().items()},
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -332,6 +350,34 @@ class _Loops:
         if state["seen"]:
             self._epoch.val_loop.setup_data()
             self._epoch.val_loop._seen_batches_per_dataloader.update(state["seen"])
+
+
+class _Logged:
+    """Values that `self.log` has gathered in this epoch, to be reduced at its end, and those shown.
+
+    They are each rank's own.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self.trainer = trainer
+        self._connector = trainer._logger_connector
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return it, in plain values."""
+        connector = self._connector
+        first = connector._first_loop_iter
+        return {
+            "first": None if first else first,  # of the batch that is drawn again
+            "fx": connector._current_fx,
+            "shown": _packed(dict(connector._progress_bar_metrics)),
+            "logged": _packed(dict(connector._logged_metrics)),
+            "monitored": _packed(dict(connector._callback_metrics)),
+            "results": {name: self._result(name, each) for name, each in self._results().items()},
+            "metrics": {name: _metric_state(each) for name, each in self._metrics().items()},
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load what `state_dict` returned."""
         connector = self._connector
         connector._first_loop_iter, connector._current_fx = state["first"], state["fx"]
         connector._progress_bar_metrics = _unpacked(state["shown"])
@@ -344,10 +390,8 @@ class _Loops:
         for name, each in state["results"].items():
             self._results()[name] = self._made(each)
 
-    # ---- what `self.log` has gathered in this epoch --------------------------------------------
-
     def _results(self) -> Any:
-        return self._epoch._results
+        return self.trainer.fit_loop.epoch_loop._results
 
     def _metrics(self) -> dict[str, Any]:
         """Return the metrics of torchmetrics in the module, by name."""
@@ -362,7 +406,7 @@ class _Loops:
             raise StateError(
                 f"self.log({meta.name!r}, sync_dist_group=...) reduces over a group, which lightck"
                 " cannot find again: leave the group out, or log without on_epoch",
-                path=f"lightning/loops/{name}",
+                path=f"lightning/logged/{name}",
             )
         state: dict[str, Any] = {
             each: getattr(meta, each)

@@ -33,7 +33,7 @@ from lightck.loop.steps import stack
 from lightck.pipeline.copy_plan import versions_of
 from lightck.state import data_loaders, modules
 from lightck.state.inventory import held_parameters, torch_class
-from lightck.state.modules import named_modules, named_parameters
+from lightck.state.modules import named_modules, named_parameters, trains
 
 _COMPILED_WITH_HOOKS = r"Using `torch\.compile\(module\)` when there are global hooks"
 F = TypeVar("F", bound=Callable[..., Any])
@@ -244,7 +244,7 @@ class Hooks:
         def before(module: nn.Module, args: Any) -> None:
             if recording is not None and recording():
                 return
-            if module.training:
+            if trains(module):
                 # A parametrized weight runs its own little forward whenever it is read.
                 if watched.holds(module) and not is_weight(module):
                     listener.forward(torch.is_grad_enabled())
@@ -401,7 +401,7 @@ def before_next_forward(model: nn.Module, action: Callable[[], None]) -> Removab
 
     @untraced
     def before(module: nn.Module, args: Any) -> None:
-        if module.training and any(id(p) in ids for _, p in named_parameters(module)):
+        if trains(module) and any(id(p) in ids for _, p in named_parameters(module)):
             handle.remove()
             action()
 

@@ -19,6 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from lightck.data.lookahead import Lookahead
 from lightck.loop.checkpointer import Checkpointer
 from lightck.loop.hooks import Watched, is_weight, untraced
+from lightck.state.modules import trains
 from lightck.tracing.trace import Trace, now_ns
 
 
@@ -124,7 +125,7 @@ class TraceListener:
 
         The outermost module is the first to be called; the modules inside it are left alone.
         """
-        if not (torch.is_grad_enabled() and module.training and self.watched.holds(module)):
+        if not (torch.is_grad_enabled() and trains(module) and self.watched.holds(module)):
             return
         if is_weight(module) or self._forward is None or module._compiled_call_impl is not None:
             return  # on a compiled module, adding a hook would make dynamo recompile

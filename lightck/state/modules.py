@@ -84,6 +84,14 @@ def unwrapped(module: nn.Module) -> nn.Module:
     return module
 
 
+def trains(module: nn.Module) -> bool:
+    """Tell whether a module is in training mode: of a DDP what is inside of it, which is what runs.
+
+    Behind a validation Lightning's DDP stays in evaluation mode.
+    """
+    return module.training or unwrapped(module).training
+
+
 def innermost(module: nn.Module) -> nn.Module:
     """Return the user's own module, under every wrapper."""
     while True:

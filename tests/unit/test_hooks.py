@@ -13,7 +13,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -380,3 +382,36 @@ def test_of_many_layers_all_are_hooked_where_somebody_counts_them_else_few(
     assert ours[0] and ours[-1], "where a backward ends and begins"
     longest = max(len(run) for run in "".join(".x"[each] for each in ours).split("x"))
     assert longest <= 100 // 32, "evenly spread"
+
+
+class Hearing(Noting):
+    """Notes forwards, too."""
+
+    def forward(self, training: bool) -> None:
+        self.heard.append("forward")
+
+
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("wrapper_trains", [True, False])
+def test_a_forward_starts_before_ddp_s_buffers_whatever_mode_ddp_s_own_flag_says(
+    one_rank: None, monkeypatch: pytest.MonkeyPatch, wrapper_trains: bool
+) -> None:
+    """Behind a validation Lightning's DDP stays in evaluation mode; a replacement's never was."""
+    ddp = DistributedDataParallel(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
+    ddp.train(wrapper_trains)
+    ddp.module.train()
+    noting, watched = Hearing(), Watched(ddp)
+    watched.refresh()
+    hooks = Hooks(watched)
+    hooks.install(noting)  # type: ignore[arg-type]
+    hooks.arm_forward()
+    monkeypatch.setattr(ddp, "_sync_buffers", lambda: noting.heard.append("buffers"))
+    ddp(torch.ones(2, 4))
+    hooks.remove()
+    assert noting.heard[:2] == ["forward", "buffers"]

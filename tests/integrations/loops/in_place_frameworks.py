@@ -19,6 +19,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+import lightck
+
 RANK = int(os.environ["RANK"])
 EPOCHS = 2
 
@@ -136,6 +138,59 @@ def accelerate(said: Said) -> None:
     said.end(net)
 
 
+def lightning(said: Said) -> None:
+    """Train with Lightning: validation behind each epoch, and logged values of each rank."""
+    import lightning as L
+
+    from lightck.integrations.lightning import LightckCallback
+
+    class Module(L.LightningModule):
+        """Says its losses."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = Net()
+
+        def training_step(self, batch: Any, index: int) -> torch.Tensor:
+            """Die before the step, or tell its loss."""
+            x, y, rows = batch
+            said.die_at(self.global_step + 1)
+            said.rows(self.global_step + 1, rows)
+            loss = self.net(x, y)["loss"]
+            said.loss(self.global_step + 1, loss)
+            self.log("loss", loss, on_step=True, on_epoch=True)
+            self.log("all", loss, sync_dist=True)
+            return loss
+
+        def validation_step(self, batch: Any, index: int) -> None:
+            """Log the loss of all ranks."""
+            x, y, _ = batch
+            self.log("val", self.net(x, y)["loss"], sync_dist=True)
+
+        def on_train_epoch_end(self) -> None:
+            """Tell the mean of what was logged."""
+            said.loss(self.global_step, self.trainer.callback_metrics["loss_epoch"])
+
+        def configure_optimizers(self) -> Any:
+            """Return an optimizer and its schedule."""
+            optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
+            schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=5, gamma=0.5)
+            return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+    L.seed_everything(3, verbose=False)
+    numbered = TensorDataset(*data().tensors, torch.arange(96))
+    loader = DataLoader(numbered, batch_size=4, sampler=lightck.ResumableSampler(numbered, seed=1))
+    trainer = L.Trainer(
+        max_epochs=EPOCHS, accelerator="cpu", devices=int(os.environ["WORLD_SIZE"]), strategy="ddp",
+        callbacks=[LightckCallback(said.folder / "regions", policy=4)], logger=False,
+        use_distributed_sampler=False, enable_progress_bar=False, enable_model_summary=False,
+        log_every_n_steps=5,
+    )  # fmt: skip
+    module = Module()
+    trainer.fit(module, loader, DataLoader(numbered, batch_size=8))
+    said.end(module.net)
+
+
 if __name__ == "__main__":
-    warnings.filterwarnings("ignore", module="transformers|torch|accelerate")
+    warnings.filterwarnings("ignore", module="transformers|torch|accelerate|lightning")
     globals()[sys.argv[1]](Said(Path(sys.argv[2]), sys.argv[3:]))
