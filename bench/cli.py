@@ -148,6 +148,8 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.tiny:
         chosen = [definition.tiny(each) for each in chosen]
     _require_writable(arguments.out)
+    # What starts a process anew would compile all of lightck each time, unlike users' processes.
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     if not (arguments.tiny or arguments.engines):
         print(f"{_minutes(chosen)} on two quiet cores", file=sys.stderr)
     for each in chosen:
