@@ -117,7 +117,12 @@ class LightckCallback(Checkpoint):  # type: ignore[misc]
         Raises:
             LightckError: as `lightck.attach` raises it; the training has not begun.
         """
+        # lightck's handlers end the process as the signal would have, where they are the last to be
+        # called. Were they not, Lightning would end it, with status 0, as if all steps were made.
+        signals = trainer._signal_connector
+        signals.teardown()
         self._attach(trainer, pl_module)
+        signals.register_signal_handlers()
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
         """Report what was logged to the history, by which `keep="best val_loss"` chooses."""
