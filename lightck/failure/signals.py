@@ -170,8 +170,9 @@ _held = threading.local()
 class Signals:
     """The process's signals that lightck handles; one object in use per process.
 
-    `take` and `give_back` are for the main thread (`give_back` elsewhere leaves handlers that only
-    call the earlier ones), `wait` and `pass_on` for the one thread that listens.
+    `take` and `give_back` are for the main thread (`give_back` elsewhere restores the kernel's
+    actions, and leaves handlers that only call earlier functions of Python), `wait` and `pass_on`
+    for the one thread that listens.
     """
 
     _taken: dict[int, InstalledSignal] = field(default_factory=dict)
@@ -237,7 +238,12 @@ class Signals:
         The thread that listened has ended.
         """
         if threading.current_thread() is not threading.main_thread():
-            self.pass_on(self.wait(0.0))
+            for number, each in self._taken.items():
+                # Only the main thread can replace Python's handler. Where it stands in C code, or
+                # is about to (`pause`), the earlier action must not wait until it runs Python.
+                if not callable(each.before) and same_handler(read(number), each.ours):
+                    write(number, each.action)
+            self.pass_on(self.wait(0.0))  # after it: whatever came while lightck's were there
             self._listening = False
             if self._owns_fd:
                 self._retire(self._write)
@@ -266,7 +272,9 @@ class Signals:
         """
         if signal.getsignal(number) is not self._handler:
             return False
-        if not same_handler(read(number), taken.ours):
+        there = read(number)
+        given_back = self._left and same_handler(there, taken.action)
+        if not same_handler(there, taken.ours) and not given_back:
             return False
         signal.signal(number, signal.SIG_DFL if taken.before is None else taken.before)
         if taken.foreign:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import faulthandler
 import os
 import signal
@@ -158,19 +159,32 @@ def test_a_release_off_the_main_thread_leaves_the_signals_what_they_were() -> No
 
 
 def test_a_release_off_the_main_thread_alone_lets_sigterm_end_the_process() -> None:
-    def code(parent: Parent) -> None:
-        own = guard(parent)
-        WATCHDOG.watch(own)
-        elsewhere = threading.Thread(target=WATCHDOG.release, args=(own,))
-        elsewhere.start()
-        elsewhere.join()
-        parent.send("released")
-        idle()
-
-    with process(code) as child:
+    with process(lambda parent: _release_elsewhere(parent, idle)) as child:
         assert child.receive() == "released"
         send(child, TERM)
         assert child.join() == -TERM
+
+
+def test_a_release_off_the_main_thread_lets_sigterm_end_a_process_that_stands_in_c_code() -> None:
+    """The shell sends the signal, so that the main thread waits for it in C when it comes."""
+    command = b"kill -TERM $PPID; while kill -0 $PPID 2> /dev/null; do sleep 0.1; done"
+    with process(lambda parent: _release_elsewhere(parent, lambda: _system(command))) as child:
+        assert child.receive() == "released"
+        assert child.join() == -TERM
+
+
+def _release_elsewhere(parent: Parent, then: Callable[[], object]) -> None:
+    own = guard(parent)
+    WATCHDOG.watch(own)
+    elsewhere = threading.Thread(target=WATCHDOG.release, args=(own,))
+    elsewhere.start()
+    elsewhere.join()
+    parent.send("released")
+    then()
+
+
+def _system(command: bytes) -> int:
+    return int(ctypes.CDLL(None).system(command))
 
 
 def test_a_release_by_the_users_own_function_does_not_wait_for_itself() -> None:
