@@ -132,6 +132,7 @@ static void on_bus(int number, siginfo_t *info, void *context) {
 }
 
 static int install_error;
+static struct sigaction ours = {.sa_sigaction = on_bus};
 
 static void install(void) {
   Dl_info self;
@@ -142,7 +143,6 @@ static void install(void) {
   if (dladdr((const void *)(uintptr_t)on_bus, &self) != 0 && self.dli_fname != NULL)
     (void)dlopen(self.dli_fname, RTLD_LAZY | RTLD_NOLOAD | RTLD_NODELETE);
   /* `earlier` is complete before the handler can run. */
-  struct sigaction ours = {.sa_sigaction = on_bus};
   install_error = sigaction(SIGBUS, NULL, &earlier) == 0 ? 0 : errno;
   ours.sa_flags = SA_SIGINFO | SA_NODEFER | SA_ONSTACK | (earlier.sa_flags & SA_RESTART);
   sigemptyset(&ours.sa_mask);
@@ -155,12 +155,22 @@ static void prepare(void) {
   (void)pthread_once(&once, install);
 }
 
+/* Who puts back all handlers that Python knows of (Lightning, at the end of a fit) sets the default,
+ * for Python has never seen this one. A handler is left alone: it may call this one. */
+static void install_again(void) {
+  struct sigaction now;
+  if (sigaction(SIGBUS, NULL, &now) == 0 && !(now.sa_flags & SA_SIGINFO) &&
+      now.sa_handler == SIG_DFL)
+    (void)sigaction(SIGBUS, &ours, NULL);
+}
+
 int lck_bus_watch(const void *start, uint64_t length) {
   prepare();
   if (install_error != 0) {
     errno = install_error;
     return lck_fail_errno(LCK_E_IO, "install a handler of SIGBUS");
   }
+  install_again();
   uintptr_t first = (uintptr_t)start;
   for (range *at = atomic_load(&ranges); at != NULL; at = at->next) {
     uintptr_t nobody = 0;

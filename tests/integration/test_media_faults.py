@@ -122,6 +122,22 @@ def test_a_cut_file_is_told_once_and_the_training_computes_what_it_would_have(
     assert of_live(again.model, again.optimizers) == loop.seen[info.step]
 
 
+def test_a_cut_is_an_error_though_all_handlers_of_python_s_were_put_back(run_dir: Path) -> None:
+    """Lightning does so at the end of a fit: the default then replaces lightck's handler."""
+    attach(run_dir, fresh_loop()).close()
+    before = signal.signal(signal.SIGBUS, signal.SIG_DFL)
+    second = run_dir.with_name("second")
+    loop, reports = fresh_loop(), Reports()
+    handle = attach(second, loop, on_error=reports, placement="direct")
+    losses = list(train(loop, 3, handle))
+    losses.append(cut_in_flight(loop, region_file(second), 0))
+    assert losses == uninterrupted(4)
+    with pytest.raises(lightck.RegionIOError, match="was cut while it was open"):
+        handle.close()
+    handle.close()
+    assert before == signal.SIG_DFL, "as Python sees it"
+
+
 def test_restore_falls_back_to_the_snapshot_that_the_cut_has_left(where: tuple[Path, str]) -> None:
     path, placement = where
     loop = fresh_loop()
