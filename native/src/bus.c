@@ -155,8 +155,8 @@ static void prepare(void) {
   (void)pthread_once(&once, install);
 }
 
-/* Who puts back all handlers that Python knows of (Lightning, at the end of a fit) sets the default,
- * for Python has never seen this one. A handler is left alone: it may call this one. */
+/* Who puts back all handlers that Python knows of (Lightning, at the end of a fit) sets the
+ * default, for Python has never seen this one. A handler is left alone: it may call this one. */
 static void install_again(void) {
   struct sigaction now;
   if (sigaction(SIGBUS, NULL, &now) == 0 && !(now.sa_flags & SA_SIGINFO) &&
