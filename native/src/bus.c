@@ -155,9 +155,8 @@ static void prepare(void) {
   (void)pthread_once(&once, install);
 }
 
-/* Who puts back all handlers that Python knows of (Lightning, at the end of a fit) sets the
- * default, for Python has never seen this one. A handler is left alone: it may call this one. */
-static void install_again(void) {
+/* Another's handler is left alone: it may call this one. */
+void lck_bus_install_again(void) {
   struct sigaction now;
   if (sigaction(SIGBUS, NULL, &now) == 0 && !(now.sa_flags & SA_SIGINFO) &&
       now.sa_handler == SIG_DFL)
@@ -170,7 +169,7 @@ int lck_bus_watch(const void *start, uint64_t length) {
     errno = install_error;
     return lck_fail_errno(LCK_E_IO, "install a handler of SIGBUS");
   }
-  install_again();
+  lck_bus_install_again();
   uintptr_t first = (uintptr_t)start;
   for (range *at = atomic_load(&ranges); at != NULL; at = at->next) {
     uintptr_t nobody = 0;

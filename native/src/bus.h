@@ -14,11 +14,16 @@ typedef struct lck_bus_fault {
   uint32_t bits; /* the 2^bits bytes around the address are lost; 0: unknown */
 } lck_bus_fault;
 
-/* Install the handler, once per process and again where the default has replaced it, and take
- * [start, +length) for a region until it is forgotten: news of poison there that no access has met
- * (BUS_MCEERR_AO) ends no process. Returns 0, or LCK_E_NOMEM / LCK_E_IO with text. */
+/* Install the handler and take [start, +length) for a region until it is forgotten: news of poison
+ * there that no access has met (BUS_MCEERR_AO) ends no process.
+ * Returns 0, or LCK_E_NOMEM / LCK_E_IO with text. */
 int lck_bus_watch(const void *start, uint64_t length);
 void lck_bus_forget(const void *start);
+
+/* Install the handler again where the default has replaced it, as it does where somebody puts back
+ * all handlers that Python knows of, for Python has never seen this one (Lightning, at the end of a
+ * fit). Called where a region is opened and where a snapshot begins; the handler was installed. */
+void lck_bus_install_again(void);
 
 /* The calling thread is the library's own: SIGBUS stays unblocked in it. Saves each of its sections
  * a system call. */

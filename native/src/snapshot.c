@@ -7,6 +7,7 @@
 #include <unistd.h>
 
 #include "api.h"
+#include "bus.h"
 #include "drain.h"
 #include "error.h"
 #include "mutant.h"
@@ -75,6 +76,7 @@ LCK_API int lck_snapshot_begin(lck_pool *pool, lck_region *region, uint32_t slot
   rc = lck_region_writable(region);
   if (rc)
     return rc;
+  lck_bus_install_again();
   lck_snapshot *snapshot = calloc(1, sizeof *snapshot);
   if (!snapshot)
     return lck_fail(LCK_E_NOMEM, "no memory for a snapshot");

@@ -122,20 +122,29 @@ def test_a_cut_file_is_told_once_and_the_training_computes_what_it_would_have(
     assert of_live(again.model, again.optimizers) == loop.seen[info.step]
 
 
-def test_a_cut_is_an_error_though_all_handlers_of_python_s_were_put_back(run_dir: Path) -> None:
-    """Lightning does so at the end of a fit: the default then replaces lightck's handler."""
-    attach(run_dir, fresh_loop()).close()
-    before = signal.signal(signal.SIGBUS, signal.SIG_DFL)
-    second = run_dir.with_name("second")
+@pytest.mark.parametrize("is_open", [False, True])
+def test_a_cut_is_an_error_though_all_handlers_of_python_s_were_put_back(
+    run_dir: Path, is_open: bool
+) -> None:
+    """Lightning does so at the end of a fit: the default then replaces lightck's handler.
+
+    It does so before the region is opened, or between two snapshots.
+    """
+    attach(run_dir.with_name("earlier"), fresh_loop()).close()
     loop, reports = fresh_loop(), Reports()
-    handle = attach(second, loop, on_error=reports, placement="direct")
+    if not is_open:
+        signal.signal(signal.SIGBUS, signal.SIG_DFL)
+    handle = attach(run_dir, loop, on_error=reports, placement="direct")
     losses = list(train(loop, 3, handle))
-    losses.append(cut_in_flight(loop, region_file(second), 0))
-    assert losses == uninterrupted(4)
+    if is_open:
+        signal.signal(signal.SIGBUS, signal.SIG_DFL)
+    losses.append(cut_in_flight(loop, region_file(run_dir), 0))
+    losses += train(loop, 2, handle)
+    assert losses == uninterrupted(6)
+    assert [type(error) for error in reports] == [lightck.RegionIOError]
     with pytest.raises(lightck.RegionIOError, match="was cut while it was open"):
         handle.close()
     handle.close()
-    assert before == signal.SIG_DFL, "as Python sees it"
 
 
 def test_restore_falls_back_to_the_snapshot_that_the_cut_has_left(where: tuple[Path, str]) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from lightck.failure.signals import Signals
-from lightck.failure.watchdog import WATCHDOG
+from lightck.failure.watchdog import WATCHDOG, HandleGuard
 from lightck.types import Saved
 from support.processes import Parent, run
 from support.watched import Telling, guard, idle, process, send, silent, state, watched
@@ -144,9 +144,7 @@ def test_a_release_off_the_main_thread_leaves_the_signals_what_they_were() -> No
         signal.signal(signal.SIGHUP, lambda number, frame: parent.send("mine"))
         own = guard(parent, signals=("SIGTERM", "SIGHUP"))
         WATCHDOG.watch(own)
-        elsewhere = threading.Thread(target=WATCHDOG.release, args=(own,))
-        elsewhere.start()
-        elsewhere.join()
+        _release_on_another_thread(own)
         signal.raise_signal(signal.SIGHUP)
         watched(parent, idle)  # another handle finds what is left of the first one
 
@@ -173,14 +171,30 @@ def test_a_release_off_the_main_thread_lets_sigterm_end_a_process_that_stands_in
         assert child.join() == -TERM
 
 
+def test_a_release_off_the_main_thread_leaves_nothing_behind_the_next_handle() -> None:
+    def code() -> bool:
+        before, own = state(), silent()
+        WATCHDOG.watch(own)
+        _release_on_another_thread(own)
+        WATCHDOG.watch(own)
+        WATCHDOG.release(own)
+        return state() == before
+
+    assert run(code)
+
+
 def _release_elsewhere(parent: Parent, then: Callable[[], object]) -> None:
     own = guard(parent)
     WATCHDOG.watch(own)
+    _release_on_another_thread(own)
+    parent.send("released")
+    then()
+
+
+def _release_on_another_thread(own: HandleGuard) -> None:
     elsewhere = threading.Thread(target=WATCHDOG.release, args=(own,))
     elsewhere.start()
     elsewhere.join()
-    parent.send("released")
-    then()
 
 
 def _system(command: bytes) -> int:
