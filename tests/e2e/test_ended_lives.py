@@ -19,6 +19,7 @@ LIFE = """
 import os, signal, sys, time
 import torch
 import lightck
+from lightck.region import stats_page
 
 way, path, failure = sys.argv[1:4]
 backend = sys.argv[4]
@@ -44,6 +45,9 @@ def fail(how):
         raise RuntimeError("the training's own")
     if how == "exit":
         sys.exit(3)
+    if how == "SIGKILL":  # on a disk the commit thread stores the page, when it gets to it
+        while stats_page.read(handle.region.native).numbers.get("step", 0) < begun + 4:
+            time.sleep(0.001)
     os.kill(os.getpid(), getattr(signal, how))
     time.sleep(60)
 
