@@ -490,7 +490,7 @@ static void test_what_is_captured_beside_busy_threads_is_what_was_there(bed *b) 
 
 static void body(bed *b) {
   bed_create(b, "thread");
-  alarm(100);
+  alarm(300); /* beside busy loops idle workers hardly run */
   for (int help = 0; help < 2; help++) {
     test_a_capture_takes_what_an_idle_worker_has_in_hand(b, help, 0);
     test_a_capture_takes_what_an_idle_worker_has_in_hand(b, help, LCK_COPY_STAGED);
