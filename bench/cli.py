@@ -59,12 +59,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     try:
         status: int = arguments.run(arguments)
+        sys.stdout.flush()
     except BenchError as error:
         print(f"bench: error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("bench: interrupted, nothing of what was running was kept", file=sys.stderr)
         return 130
+    except BrokenPipeError:  # the reader has closed our output, as `| head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     return status
 
 

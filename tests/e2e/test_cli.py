@@ -22,6 +22,7 @@ from lightck.cli.main import main
 from lightck.examine import check, contents
 from lightck.load import load_tensors
 from lightck.policy.failure_record import FailureRecord
+from support.processes import closed_output
 
 _COMMANDS = ["ls", "inspect", "verify", "export", "rm", "top", "plan", "timeline", "demo", "chaos"]
 
@@ -375,6 +376,15 @@ def test_wrong_usage(capsys: Any) -> None:
         assert main(wrong) == 2
         err = capsys.readouterr().err
         assert err.startswith("lightck: error: ")
+
+
+def test_a_reader_that_closes_the_output_ends_a_command_quietly(
+    trained: Trained, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    with closed_output() as output:
+        monkeypatch.setattr("sys.stdout", output)
+        assert main(["ls", str(trained.path)]) == 0
+    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize("command", _COMMANDS)

@@ -8,10 +8,10 @@ import signal
 import sys
 import traceback
 import warnings
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 
@@ -136,3 +136,12 @@ def run(code: Callable[[], Any], *, user: int | None = None) -> Any:
         return child.receive()
     finally:
         child.join()
+
+
+@contextmanager
+def closed_output() -> Iterator[TextIO]:
+    """Give a file to print to whose reader is gone, as in `command | head`."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "w") as output:
+        yield output

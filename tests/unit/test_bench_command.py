@@ -16,6 +16,7 @@ from bench import cli, definition, execute, launch, readme, record
 from bench.errors import BenchError
 from bench.place import ROOT
 from bench.record import Result
+from support.processes import closed_output
 
 _SAMPLE = ROOT / "tests" / "data" / "bench" / "sample.parquet"
 
@@ -45,6 +46,15 @@ def test_without_names_the_essential_definitions_run(
     assert f"about {minutes:.0f} minutes on two quiet cores\n" in capsys.readouterr().err
     assert cli.main(["list"]) == 0
     assert "\nessential (about 9 minutes, essential): Five of" in capsys.readouterr().out
+
+
+def test_a_reader_that_closes_the_output_ends_a_command_quietly(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with closed_output() as output:
+        monkeypatch.setattr(sys, "stdout", output)
+        assert cli.main(["list"]) == 0
+    assert capsys.readouterr().err == ""
 
 
 def test_full_runs_all_definitions_and_says_so_in_the_results(
