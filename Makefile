@@ -82,9 +82,9 @@ CHECKED = $(shell $(BIN)/python -c 'import sys; sys.path.insert(0, "tests"); imp
 check: venv native-test ## Run the native and unit tests, and a few of each other kind: before a commit
 	$(PYTEST) $(CHECKED)
 
-# The native part in two jobs: one alone leaves a processor idle. Mutants of the instruction order
-# prove the check, not the code: only test-full has them, and as many images as docs/proof.md shows.
-FEWER = KILL_CYCLES=30 ORDER_MUTANTS= CRASH_IMAGES=30000 CRASH_REPORT=crash-few
+# The native part in two jobs: one alone leaves a processor idle. Mutants prove the checks, not the
+# code: only test-full has them, and as many images as docs/proof.md shows.
+FEWER = KILL_CYCLES=30 ORDER_MUTANTS= CRASH_MUTANTS= CRASH_IMAGES=30000 CRASH_REPORT=crash-few
 test: venv ## Run the native tests, crash images and what pytest runs in minutes
 	$(MAKE) --no-print-directory -j2 --output-sync=target $(FEWER) native-test crash order kill
 	$(PYTEST)
@@ -226,17 +226,35 @@ warnings:
 	  for file in $(ORDER_SOURCES); do compile -DLCK_TRACE -Inative/crash $$file; done; fi
 	@echo "$(COMPILER) $(WARNINGS): no warnings"
 
+# The release build's objects. EXTENSION_FLAGS are those of the extension that pip builds.
+EXTENSION_FLAGS = $(eval EXTENSION_FLAGS := $(shell $(PYTHON) -c \
+  'import sysconfig; print(sysconfig.get_config_var("CFLAGS"))') -fPIC $(shell \
+  sed -n 's/^extra-compile-args = \[\(.*\)\]/\1/p' pyproject.toml | tr -d '",'))$(EXTENSION_FLAGS)
+EXTENSION_COMPILE = $(CC) $(EXTENSION_FLAGS) $(INCLUDES) -c
+EXTENSION_OBJECTS = $(SOURCES:native/src/%.c=$(OUT)/extension/%.o)
+
+$(OUT)/extension/%.o: native/src/%.c $(HEADERS) Makefile pyproject.toml
+	@mkdir -p $(@D)
+	$(EXTENSION_COMPILE) -o $@ $<
+
 # Every store to a region traced, crash images of real commits enumerated, and mistakes in the commit
-# order, made on purpose, caught. CRASH_IMAGES=1000000 soaks.
+# order, made on purpose, caught. CRASH_IMAGES=1000000 soaks; CRASH_MUTANTS= makes no mistakes.
 CRASH_IMAGES = 120000
+CRASH_MUTANTS = yes
 CRASH_REPORT = crash
 CRASH_OBJECTS = $(SOURCES:native/src/%.c=$(OUT)/crash/%.o) $(CRASH_SOURCES:native/crash/%.c=$(OUT)/crash/%.o)
-CRASH_COMPILE = $(CC) $(DIALECT) $(INCLUDES) -Wall -Wextra -O2 -g -DLCK_TRACE -DLCK_GUARD -c -o $@ $<
+# The tracing is visible: these are the trace library's objects, too.
+CRASH_COMPILE = $(CC) $(filter-out -fvisibility=hidden,$(DIALECT)) $(INCLUDES) -Wall -Wextra -O2 -g -fPIC \
+  -DLCK_TRACE -DLCK_GUARD -c -o $@ $<
 
-crash: $(OUT)/crash/crash ## Enumerate crash images and mutants of the commit order
+crash: $(OUT)/crash/crash same-code ## Enumerate crash images and mutants of the commit order
 	@mkdir -p build/proof
-	CC='$(CC)' bash native/crash/same_code.sh $(OUT)/same-code $(DIALECT) $(INCLUDES)
-	$(OUT)/crash/crash --images $(CRASH_IMAGES) --json build/proof/$(CRASH_REPORT).json
+	$(OUT)/crash/crash --images $(CRASH_IMAGES) $(if $(CRASH_MUTANTS),,--skip-mutants) \
+	  --json build/proof/$(CRASH_REPORT).json
+
+.PHONY: same-code
+same-code: $(EXTENSION_OBJECTS)
+	bash native/crash/same_code.sh $(OUT)/same-code $(OUT)/extension $(EXTENSION_COMPILE)
 
 $(OUT)/crash/crash: $(CRASH_OBJECTS)
 	$(CC) -pthread -o $@ $^ -lm
@@ -292,12 +310,7 @@ $(OUT)/guest/%.o: native/guest/%.c $(HEADERS) $(GUEST_HEADERS) Makefile
 	$(CC) $(DIALECT) $(INCLUDES) -Wall -Wextra -O2 -c -o $@ $<
 
 # The release build's own instructions, one at a time: the same stores, flushes and fences, in the
-# same order, as the trace build has seen. EXTENSION_FLAGS are those of the extension that pip builds.
-EXTENSION_FLAGS = $(eval EXTENSION_FLAGS := $(shell $(PYTHON) -c \
-  'import sysconfig; print(sysconfig.get_config_var("CFLAGS"))') -fPIC $(shell \
-  sed -n 's/^extra-compile-args = \[\(.*\)\]/\1/p' pyproject.toml | tr -d '",'))$(EXTENSION_FLAGS)
-EXTENSION_COMPILE = $(CC) $(EXTENSION_FLAGS) $(INCLUDES) -c
-EXTENSION_OBJECTS = $(SOURCES:native/src/%.c=$(OUT)/order/release/%.o)
+# same order, as the trace build has seen.
 ORDER_SOURCES = $(sort $(wildcard native/order/*.c))
 ORDER_HEADERS = $(sort $(wildcard native/order/*.h))
 ORDER_OBJECTS = $(patsubst native/order/%.c,$(OUT)/order/%.o,$(filter-out %/tracee.c,$(ORDER_SOURCES)))
@@ -310,7 +323,8 @@ CAPSTONE = $(shell echo 'int main(void) { return 0; }' \
 
 ORDER_MUTANTS = $(OUT)/order/mutants
 .PHONY: order
-order: ## Compare the release's instructions with the trace
+# Objects that other targets have too are made here: the make below would make them at the same time.
+order: $(CRASH_OBJECTS) $(EXTENSION_OBJECTS) ## Compare the release's instructions with the trace
 	@if [ "$$(uname -m)" != x86_64 ]; then \
 	  echo "SKIPPED: order: this check steps through x86 instructions only"; \
 	elif [ -z "$(CAPSTONE)" ]; then \
@@ -333,12 +347,8 @@ $(OUT)/order/tracee: $(TRACEE_OBJECTS) $(EXTENSION_OBJECTS)
 	$(TRACEE_LINK) -o $@ $^
 
 $(OUT)/order/mutants: native/order/mutants.sh $(TRACEE_OBJECTS) $(EXTENSION_OBJECTS)
-	bash native/order/mutants.sh $(abspath $(OUT)/order/mutant) $(OUT)/order/release $(TRACEE_OBJECTS) \
+	bash native/order/mutants.sh $(abspath $(OUT)/order/mutant) $(OUT)/extension $(TRACEE_OBJECTS) \
 	  -- $(TRACEE_LINK) -- $(EXTENSION_COMPILE) >$@
-
-$(OUT)/order/release/%.o: native/src/%.c $(HEADERS) Makefile pyproject.toml
-	@mkdir -p $(@D)
-	$(EXTENSION_COMPILE) -o $@ $<
 
 $(OUT)/order/program/%.o: native/crash/%.c $(HEADERS) $(CRASH_HEADERS) Makefile
 	@mkdir -p $(@D)
@@ -393,18 +403,8 @@ $(eval $(call variant,asan,-O1 -g -DLCK_GUARD -fno-omit-frame-pointer -fsanitize
   -fno-sanitize-recover=all))
 $(eval $(call variant,tsan,-O1 -g -fsanitize=thread,$$(FIXED_ADDRESSES)))
 
-# The trace build as a library, its tracing visible: tests trace a real training run with it.
-$(OUT)/crash/shared/%.o: native/src/%.c $(HEADERS) Makefile
-	@mkdir -p $(@D)
-	$(CC) $(filter-out -fvisibility=hidden,$(DIALECT)) $(INCLUDES) -Wall -Wextra -O2 -g -DLCK_TRACE \
-	  -fPIC -c -o $@ $<
-
-$(OUT)/crash/shared/trace.o: native/crash/trace.c $(HEADERS) Makefile
-	@mkdir -p $(@D)
-	$(CC) $(filter-out -fvisibility=hidden,$(DIALECT)) $(INCLUDES) -Wall -Wextra -O2 -g -DLCK_TRACE \
-	  -fPIC -c -o $@ $<
-
-$(OUT)/lightck-trace.so: $(SOURCES:native/src/%.c=$(OUT)/crash/shared/%.o) $(OUT)/crash/shared/trace.o
+# The trace build as a library: tests trace a real training run with it.
+$(OUT)/lightck-trace.so: $(SOURCES:native/src/%.c=$(OUT)/crash/%.o) $(OUT)/crash/trace.o
 	$(CC) -shared -pthread -o $@ $^ -lm
 
 # What Python tests load through LIGHTCK_NATIVE to inject faults.

@@ -262,9 +262,6 @@ static double now(void) {
 
 static settings parse(int count, char **arguments) {
   settings s = {.images = 120000, .seed = 1, .mutants = 1, .only = -1, .sample = 100};
-  const char *budget = getenv("LCK_CRASH_IMAGES");
-  if (budget)
-    s.images = strtoull(budget, NULL, 0);
   for (int i = 1; i < count; i++) {
     if (strcmp(arguments[i], "--skip-mutants") == 0)
       s.mutants = 0;

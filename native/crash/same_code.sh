@@ -3,10 +3,12 @@
 # and relocations are those of a copy of its source from which every trace call, every mutant and
 # every fault point was cut out, and which makes its system calls directly.
 #
-# same_code.sh FOLDER FLAG...
+# same_code.sh FOLDER OBJECTS COMPILE...
+# OBJECTS: folder of the release's; COMPILE: what they were compiled with, up to `-o`.
 set -euo pipefail
 folder=$1
-shift
+objects=$2
+shift 2
 rm -rf "$folder"
 mkdir -p "$folder/cut"
 
@@ -29,14 +31,12 @@ code() {
 compared=0
 for file in native/src/*.c; do
   name=$(basename "$file" .c)
-  "${CC:-gcc}" "$@" -O2 -fPIC -c -o "$folder/$name.o" "$file"
-  "${CC:-gcc}" "${@//-Inative\/src/-I$folder/cut}" -O2 -fPIC -c -o "$folder/cut/$name.o" \
-    "$folder/cut/$name.c"
-  if nm "$folder/$name.o" | grep 'lck_trace\|lck_mutant\|lck_fault'; then
+  "${@//-Inative\/src/-I$folder/cut}" -w -o "$folder/cut/$name.o" "$folder/cut/$name.c"
+  if nm "$objects/$name.o" | grep 'lck_trace\|lck_mutant\|lck_fault'; then
     echo "FAILED: the release build of $file has the symbols above"
     exit 1
   fi
-  if ! cmp -s <(code "$folder/$name.o") <(code "$folder/cut/$name.o"); then
+  if ! cmp -s <(code "$objects/$name.o") <(code "$folder/cut/$name.o"); then
     echo "FAILED: the release build of $file differs from one without tracing and fault injection"
     exit 1
   fi

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from support.distributed import ranks, torchrun_training
 from support.distributed.resumed import same
 from support.proof import record
 
@@ -72,9 +73,13 @@ def same_end(one: Path, other: Path, world: int) -> None:
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder of a job that nothing disturbs."""
+    """Folder of a job that nothing disturbs: of forked ranks, without torchrun."""
     folder = tmp_path_factory.mktemp("undisturbed")
-    ended_well(torchrun(folder, folder / "regions", 2), folder)
+    (folder / "regions").mkdir()
+    with ranks.started(
+        2, lambda _: torchrun_training.main(folder, folder / "regions", LAST, [])
+    ) as job:
+        job.results()
     return folder
 
 

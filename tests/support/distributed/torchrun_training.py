@@ -22,8 +22,7 @@ from support.distributed.training import Training
 
 
 def main(folder: Path, region: Path, last: int, deaths: list[str]) -> None:
-    dist.init_process_group("gloo")
-    rank, life = dist.get_rank(), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    rank, life = dist.get_rank(), int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
     who, when, *how = deaths[life].split(":") if life < len(deaths) else ("none", "")
     training = Training(rank)
     extras = {"data": training.data}
@@ -43,9 +42,10 @@ def main(folder: Path, region: Path, last: int, deaths: list[str]) -> None:
                 time.sleep(600)
             os.kill(os.getppid() if "agent" in how else os.getpid(), signal.SIGKILL)
     torch.save(state_of(training), folder / f"{rank}.state")
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    dist.init_process_group("gloo")
     main(Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), sys.argv[4:])
+    dist.destroy_process_group()

@@ -19,6 +19,7 @@ from typing import Any
 
 import lightck
 import lightck.cli.main
+from support import preload
 from support.documents.blocks import PYTHON, SHELL, Block, blocks
 from support.documents.setup import SETUP
 
@@ -86,8 +87,7 @@ def child(request: dict[str, Any]) -> None:
 
 def main() -> None:
     """Answer requests until there are no more."""
-    import torch  # noqa: F401
-
+    preload.everything()
     for line in sys.stdin:
         request = json.loads(line)
         for module in request.get("imports", ()):

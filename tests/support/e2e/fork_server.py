@@ -84,12 +84,13 @@ def main() -> None:
     """Serve until stdin ends."""
     import faulthandler
 
-    import torch
-
     from support import preload
-    from support.e2e import trainer  # noqa: F401
 
     preload.everything()
+    import torch
+
+    from support.e2e import trainer  # noqa: F401
+
     faulthandler.enable()
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)

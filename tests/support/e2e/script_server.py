@@ -62,11 +62,11 @@ def serve() -> dict[str, Any] | None:
 
 def main() -> None:
     """Serve; in a child, become the script."""
-    import torch
-
     from support import preload
 
     preload.everything()
+    import torch
+
     request = serve()
     if request is None:
         return
