@@ -254,6 +254,8 @@ def opened(place: Location, *, writable: bool) -> Iterator[tuple[int, int]]:
             fd = _open(place.file, flags)
             stack.callback(os.close, fd)
             pair.append(fd)
+        stack.callback(_unfinished.difference_update, pair)
+        _unfinished.update(pair)
         _check_file(place, pair)
         yield pair[0], pair[1]
 
@@ -280,17 +282,17 @@ def _check_file(place: Location, pair: list[int]) -> None:
     _check_owner(place.file, status, "region")
 
 
-_drafts: set[int] = set()
-"""Descriptors of regions that are being made. A forked child closes them: it would hold their lock
-for as long as it lives."""
+_unfinished: set[int] = set()
+"""Descriptors of regions that are being made or opened. A forked child closes them: it would hold
+their lock for as long as it lives."""
 
 
-def _close_drafts() -> None:
-    while _drafts:
-        os.close(_drafts.pop())
+def _close_unfinished() -> None:
+    while _unfinished:
+        os.close(_unfinished.pop())
 
 
-os.register_at_fork(after_in_child=_close_drafts)
+os.register_at_fork(after_in_child=_close_unfinished)
 
 
 @contextlib.contextmanager
@@ -323,8 +325,8 @@ def created(place: Location, *, replaces: bool = False) -> Iterator[tuple[int, i
         stack.callback(os.close, fd)
         lock_fd = _open(draft, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         stack.callback(os.close, lock_fd)
-        stack.callback(_drafts.difference_update, (fd, lock_fd))
-        _drafts.update((fd, lock_fd))
+        stack.callback(_unfinished.difference_update, (fd, lock_fd))
+        _unfinished.update((fd, lock_fd))
         # Until the draft is locked, another process takes it for a leftover.
         if not _own(lock_fd) or not _is_same(draft, fd) or not _is_same(draft, lock_fd):
             raise RegionBusyError(f"{place.file} is being made by another process")

@@ -134,10 +134,8 @@ int lck_region_open(int fd, int lock_fd, uint32_t flags, int32_t numa_node, lck_
 
 /* Make or open a region on a mapping that somebody else made. `fd` and `lock_fd` are of the file it
  * maps: for medium, syncs and locks. The region never unmaps it, but takes it from forked children
- * for good. The medium is found out as ever. A promise that is coarser than the medium's own
- * granularity is kept to. A finer one is not believed: where MAP_SYNC is granted, lines are flushed
- * all the same; elsewhere the region is LCK_PROCESS_DURABLE, and says so in its superblock.
- * create_on refuses space that holds a region, and clears the headers' pages of any other.
+ * for good. The medium is found out as ever. create_on refuses space that holds a region, or whose
+ * head cannot be read, and clears the headers' pages of any other.
  * Errors also: LCK_E_INVALID (alignment, length, a NUMA node). */
 int lck_region_create_on(const lck_backing *backing, int fd, int lock_fd,
                          const lck_region_spec *spec, lck_region **out);
@@ -224,7 +222,7 @@ typedef struct lck_journal_entry {
   uint32_t kind, flags;    /* LCK_JOURNAL_*, LCK_RECORD_* */
 } lck_journal_entry;
 
-/* Write an entry; never blocks. One thread at a time, not only the handle's. LCK_E_FULL, with bytes
+/* Write an entry; never syncs. One thread at a time, not only the handle's. LCK_E_FULL, with bytes
  * needed and there (a third); LCK_E_INVALID, so for an older timeline; LCK_E_PREVIOUS. */
 int lck_journal_write(lck_region *region, const lck_journal_entry *entry, const void *blob);
 

@@ -11,6 +11,9 @@
 #include <sys/syscall.h>
 #include <ucontext.h>
 #include <unistd.h>
+#ifdef __x86_64__
+#include <xmmintrin.h>
+#endif
 
 #include "error.h"
 #include "lightck.h"
@@ -222,6 +225,24 @@ void lck_bus_own_thread(void) {
   (void)pthread_setspecific(current, &idle);
 }
 
+/* How the thread computes (whether denormals are flushed, how is rounded). The kernel gives a
+ * handler the defaults on x86, and a jump out of it keeps them. */
+static unsigned float_mode(void) {
+#ifdef __x86_64__
+  return _mm_getcsr();
+#else
+  return 0;
+#endif
+}
+
+static void set_float_mode(unsigned mode) {
+#ifdef __x86_64__
+  _mm_setcsr(mode);
+#else
+  (void)mode;
+#endif
+}
+
 /* Apart, so that no variable of the caller lives in a register that a jump would bring back. */
 __attribute__((noinline)) static int enter(section *here, void (*body)(void *), void *argument) {
   if (sigsetjmp(here->jump, 0) != 0)
@@ -243,6 +264,7 @@ int lck_bus_run(const void *start, uint64_t length, void (*body)(void *), void *
     return 0;
   }
   int blocked = outer == NULL && unblock();
+  unsigned mode = float_mode();
   /* Fails only without memory for a thread's first key beyond the 31st: then a fault would not be
    * ours, and ends the process as it would without this handler. */
   (void)pthread_setspecific(current, &here);
@@ -250,6 +272,7 @@ int lck_bus_run(const void *start, uint64_t length, void (*body)(void *), void *
   (void)pthread_setspecific(current, outer);
   if (faulted) {
     (void)pthread_sigmask(SIG_SETMASK, &here.mask, NULL);
+    set_float_mode(mode);
     *fault = here.fault;
   }
   if (blocked)

@@ -206,12 +206,16 @@ static void look_for_newest(void *argument) {
   at->state = read_newest(at->region, at->super, at->wanted, &at->entry, &at->place);
 }
 
-/* The owner of a region that is read only may have begun another timeline since it was opened. */
+/* The owner of a region that is read only may have begun another timeline since it was opened; or
+ * there is another region on the device, whose journal may be longer than what is mapped here. */
 static int current_superblock(const lck_region *region, superblock_disk *super) {
-  if (region->flags & LCK_READ_ONLY)
-    return lck_superblock_read(region, super);
-  *super = lck_superblock_copy(region);
-  return 0;
+  const superblock_disk opened = lck_superblock_copy(region);
+  *super = opened;
+  int rc = region->flags & LCK_READ_ONLY ? lck_superblock_read(region, super) : 0;
+  if (rc == 0 && (memcmp(super->uuid, opened.uuid, sizeof(super->uuid)) != 0 ||
+                  super->journal_length != opened.journal_length))
+    return lck_fail(LCK_E_CORRUPT, "another region was made there since this one was opened");
+  return rc;
 }
 
 static int read_attempt(const lck_region *region, const request *wanted, journal_disk *out,

@@ -198,9 +198,10 @@ static int refuse_occupied(const lck_region *region) {
     return rc;
   if (!lck_medium_fixed(region) && length != 0)
     return lck_fail(LCK_E_INVALID, "the file is not empty: %" PRIu64 " bytes", length);
-  if (lck_medium_fixed(region) && lck_superblock_read(region, &present) == 0)
+  rc = lck_medium_fixed(region) ? lck_superblock_read(region, &present) : LCK_E_FORMAT;
+  if (rc == 0)
     return lck_fail(LCK_E_INVALID, "the space holds a region of %" PRIu64 " bytes", present.size);
-  return 0;
+  return rc == LCK_E_IO ? rc : 0; /* a head that cannot be read may be a region's */
 }
 
 /* The superblocks come last: whatever a crash leaves before is no region. Fixed space may hold

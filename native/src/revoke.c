@@ -38,15 +38,15 @@ static void on_revoke(int number) {
   errno = saved;
 }
 
-static int is_ours(int number) {
-  struct sigaction now;
-  return sigaction(number, NULL, &now) == 0 && now.sa_handler == on_revoke;
+static struct sigaction ours = {.sa_handler = on_revoke, .sa_flags = SA_NODEFER};
+
+static int is_free(const struct sigaction *action) {
+  return !(action->sa_flags & SA_SIGINFO) && action->sa_handler == SIG_DFL;
 }
 
 static void install(void) {
 #if !defined(__SANITIZE_THREAD__) && !defined(LCK_TRACE)
   Dl_info self;
-  struct sigaction ours = {.sa_handler = on_revoke, .sa_flags = SA_NODEFER};
   sigemptyset(&ours.sa_mask);
   if (syscall(SYS_membarrier, REGISTER_PRIVATE_EXPEDITED, 0, 0) != 0 ||
       pthread_key_create(&own_revocable, NULL) != 0)
@@ -56,17 +56,23 @@ static void install(void) {
     (void)dlopen(self.dli_fname, RTLD_LAZY | RTLD_NOLOAD | RTLD_NODELETE);
   for (int number = SIGRTMAX; number >= SIGRTMIN && signal_number == 0; number--) {
     struct sigaction theirs;
-    if (sigaction(number, NULL, &theirs) == 0 && !(theirs.sa_flags & SA_SIGINFO) &&
-        theirs.sa_handler == SIG_DFL && sigaction(number, &ours, NULL) == 0)
+    if (sigaction(number, NULL, &theirs) == 0 && is_free(&theirs) &&
+        sigaction(number, &ours, NULL) == 0)
       signal_number = number;
   }
 #endif
 }
 
+/* Lightning brings back at its end every handler that Python knows of, and Python does not know of
+ * this one: then the default stands there. Another's handler is left alone. */
 int lck_revoke_possible(void) {
   static pthread_once_t once = PTHREAD_ONCE_INIT;
+  struct sigaction now;
   (void)pthread_once(&once, install);
-  return signal_number != 0 && is_ours(signal_number);
+  if (signal_number == 0 || sigaction(signal_number, NULL, &now) != 0)
+    return 0;
+  return now.sa_handler == on_revoke ||
+         (is_free(&now) && sigaction(signal_number, &ours, NULL) == 0);
 }
 
 void lck_revoke_enter(lck_revocable *revocable) {

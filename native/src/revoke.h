@@ -29,8 +29,8 @@ typedef struct lck_revocable {
 } lck_revocable;
 
 /* 1 if work can be taken from threads here and now. Installs a handler for a free real-time signal,
- * once per process. 0: somebody has replaced that since; no membarrier, no free signal, or a build
- * whose stores take locks (trace) or which sees a race in it (ThreadSanitizer). */
+ * again where the default has come back. 0: another's handler is there; no membarrier, no free
+ * signal, or a build whose stores take locks (trace) or which sees a race in it (TSan). */
 int lck_revoke_possible(void);
 
 /* The calling thread, which blocks all signals, may have work taken from it. */

@@ -100,6 +100,13 @@ static void test_lives_like_any_other(const char *path) {
   CHECK(lck_region_create_on(&p.backing, p.fd, p.lock_fd, &spec, &region) == LCK_E_INVALID &&
             says("holds a region"),
         "%s", lck_last_error());
+  CHECK(lck_fault_arm(LCK_FAULT_POISON, 0, EIO) == 0, "arm");
+  CHECK(lck_region_create_on(&p.backing, p.fd, p.lock_fd, &spec, &region) == LCK_E_IO,
+        "its head cannot be read: %s", lck_last_error());
+  CHECK(lck_fault_arm(LCK_FAULT_POISON, -1, 0) == 0, "disarm");
+  region = open_on(&p, 0);
+  CHECK(sequence_in(region, 0) == 4, "nothing of it is changed");
+  must_close(region);
   withdraw(&p);
   unlink(path);
 }

@@ -9,6 +9,10 @@
 #include "bus.h"
 #include "region_fixture.h"
 
+#ifdef __x86_64__
+#include <xmmintrin.h>
+#endif
+
 static const char *memory_path;
 
 static volatile sig_atomic_t calls;
@@ -323,6 +327,16 @@ static void forked_child(void) {
   fault_ours();
 }
 
+/* As with torch.set_flush_denormal: a fault that is told changes nothing of what is computed. */
+static void fault_of_a_thread_that_flushes_denormals(void) {
+#ifdef __x86_64__
+  unsigned mode = _mm_getcsr() | 0x8040;
+  _mm_setcsr(mode);
+  fault_ours();
+  CHECK((_mm_getcsr() & 0x8040) == (mode & 0x8040), "0x%x instead of 0x%x", _mm_getcsr(), mode);
+#endif
+}
+
 int main(void) {
   memory_path = strdup(path_in("/dev/shm"));
   CHECK(end_of(earlier_with_information) == 0, "SA_SIGINFO");
@@ -340,6 +354,7 @@ int main(void) {
   CHECK(end_of(news_of_poison) == SIGBUS, "BUS_MCEERR_AO");
   CHECK(end_of(sent_in_a_section) == 0, "sent into a section");
   CHECK(end_of(forked_child) == 0, "fork");
+  CHECK(end_of(fault_of_a_thread_that_flushes_denormals) == 0, "floating point");
   unlink(memory_path);
   free((void *)(uintptr_t)memory_path);
   return checks_end();

@@ -292,6 +292,37 @@ static void test_entries_of_another_region_or_place_do_not_count(void) {
   must_close(region);
 }
 
+/* Both superblocks say something else, as behind another region's creation on the same device. */
+static void forge(const superblock_disk *super) {
+  superblock_disk sealed = *super;
+  sealed.crc = lck_crc32c(0, &sealed, offsetof(superblock_disk, crc));
+  for (int copy = 0; copy < 2; copy++)
+    CHECK(pwrite(raw, &sealed, sizeof(sealed), (off_t)LCK_SUPERBLOCK_OFFSET(copy)) ==
+              sizeof(sealed),
+          "pwrite");
+}
+
+static void test_a_reader_follows_no_region_that_was_made_there_later(void) {
+  lck_region *region = make(6 * LCK_HEADER_PAGE);
+  superblock_disk sound, other;
+  must_write(region, LCK_JOURNAL_STEP_END, 1, 100);
+  lck_region *reader = must_open(path, LCK_READ_ONLY);
+  must_close(region);
+  CHECK(pread(raw, &sound, sizeof(sound), (off_t)LCK_SUPERBLOCK_OFFSET(0)) == sizeof(sound),
+        "pread");
+  other = sound, other.size *= 16, other.journal_length = 8 * sound.size;
+  forge(&other); /* its places lie beyond what the reader has mapped */
+  CHECK(read_entry(reader, 0) == LCK_E_CORRUPT, "a longer journal: %s", lck_last_error());
+  other = sound, other.uuid[0] ^= 1;
+  forge(&other);
+  CHECK(read_entry(reader, 0) == LCK_E_CORRUPT &&
+            strstr(lck_last_error(), "another region") != NULL,
+        "another UUID: %s", lck_last_error());
+  forge(&sound);
+  CHECK(read_entry(reader, 0) == END(1), "%s", lck_last_error());
+  must_close(reader);
+}
+
 /* On page media a power cut may keep any sector of any moment. */
 static void test_places_that_were_all_cut_short_hold_no_entry(void) {
   static const uint64_t nothing;
@@ -384,6 +415,7 @@ int main(void) {
   test_damage_is_found_and_another_entry_serves();
   test_an_entry_that_no_writer_writes_is_damage_whatever_its_checksum();
   test_entries_of_another_region_or_place_do_not_count();
+  test_a_reader_follows_no_region_that_was_made_there_later();
   test_places_that_were_all_cut_short_hold_no_entry();
   test_a_reader_beside_a_writer_sees_whole_entries_only();
   test_an_entry_outlives_its_writer();

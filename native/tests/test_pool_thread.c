@@ -512,12 +512,28 @@ static void body(bed *b) {
   bed_destroy(b);
 }
 
+static void another(int number) {
+  (void)number;
+}
+
+/* Lightning brings back the default that Python knows of. */
+static void test_the_signal_is_had_again_where_the_default_has_come_back(void) {
+  struct sigaction now;
+  int number = SIGRTMAX;
+  while (sigaction(number, NULL, &now) == 0 && now.sa_handler == SIG_DFL)
+    number--;
+  CHECK(number >= SIGRTMIN, "none has a handler");
+  CHECK(signal(number, another) != SIG_ERR && !lck_revoke_possible(), "another's is left alone");
+  CHECK(signal(number, SIG_DFL) != SIG_ERR && lck_revoke_possible(), "the default is not");
+}
+
 int main(void) {
   test_normal_workers_are_as_the_caller();
   if (!lck_revoke_possible()) {
     printf("SKIPPED: chunks cannot be taken from idle workers here: all are normal\n");
     return checks_end();
   }
+  test_the_signal_is_had_again_where_the_default_has_come_back();
   test_idle_workers_share_the_cpus_out();
   test_shares_are_neighbours();
   return bed_main(body);

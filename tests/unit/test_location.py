@@ -66,11 +66,18 @@ def test_a_region_that_could_not_be_made_leaves_nothing_behind(region_dir: Path)
     assert where.exists
 
 
-def test_a_child_that_is_forked_while_a_region_is_made_does_not_own_it(region_dir: Path) -> None:
+@pytest.mark.parametrize("way", ["made", "opened"])
+def test_a_child_that_is_forked_meanwhile_does_not_own_the_region(
+    region_dir: Path, way: str
+) -> None:
     where = location.locate(region_dir, 0, create=True)
     told, tells = os.pipe()
-    with location.created(where) as (fd, _):
-        os.write(fd, b"region")
+    if way == "opened":
+        with location.created(where):
+            pass
+    context = location.opened(where, writable=True) if way == "opened" else location.created(where)
+    with context as (_, lock_fd):
+        assert location._own(lock_fd)
         child = fork()
         if child == 0:  # what a child closes is closed when fork returns in it
             os.write(tells, b".")
