@@ -27,7 +27,7 @@ from typing import Any, Protocol
 import torch
 
 from lightck.errors import CoordinationError
-from lightck.events import event
+from lightck.events import event_aside
 from lightck.inplace.operations import (
     UNSPOILED,
     FailedCollective,
@@ -41,6 +41,9 @@ from lightck.inplace.plan import Description
 DRAIN_S = 30.0
 """Seconds in which collectives on a link that was cut must have ended."""
 
+LOOK = timedelta(seconds=1)
+"""Time after which who waits for a collective looks at what else there is: gloo wakes nobody who
+waits for a message that is partly written or read where its connection breaks."""
 
 TOGETHER = timedelta(milliseconds=50)
 """Time in which the ends of several collectives are noted at once."""
@@ -239,11 +242,15 @@ class Communicator:
         with self.changed:
             self.commits = False
 
+    def detach(self) -> AnyLink | None:
+        """Let collectives wait from now on; return the link, to be cut. Under the lock."""
+        link, self._link, self.suspicion = self._link, None, ""
+        return link
+
     def interrupt(self) -> None:
         """Break the link: from now on collectives wait. Returns at once."""
         with self.changed:
-            link, self._link = self._link, None
-            self.suspicion = ""
+            link = self.detach()
         if link is not None:
             link.cut()
 
@@ -385,36 +392,49 @@ class Communicator:
         collectives, until the training thread lets go of Python's lock. The ends of those that are
         under way together are noted together, once the last is complete: each time that two threads
         want that lock costs more than a collective's own Python. But not for long: who waits for
-        the first may be the one that others need before they make the last.
+        the first may be the one that others need before they make the last. And where the first
+        never ends, an error of a later one is what its end is not waited for any longer by.
         """
+        pending: list[Operation] = []
         while True:
-            batch = [self._begun.get()]
+            begun = [] if pending else [self._begun.get()]
             while not self._begun.empty():
-                batch.append(self._begun.get())
-            every = [each for each in batch if each is not None]
-            if len(every) < len(batch):
+                begun.append(self._begun.get())
+            pending += [each for each in begun if each is not None]
+            if None in begun:
                 return
-            if len(every) > 1 and (work := every[-1].work) is not None:
+            del begun
+            if len(pending) > 1 and (work := pending[-1].work) is not None:
                 with contextlib.suppress(Exception):  # too late, or it has failed: seen below
                     work.wait(TOGETHER)
                 del work  # it keeps the link
-            for each in every:
-                self._finish(each)
-            del batch, every, each
+            pending = self._without_ended(pending)
+
+    def _without_ended(self, operations: Sequence[Operation]) -> list[Operation]:
+        """Note the ends of collectives; return those that have none, a while after the first."""
+        found: list[Operation] = []
+        for each in operations:
+            if not self._has_ended(each, None if found else LOOK):
+                found.append(each)
+        return found
 
     def _finish(self, operation: Operation) -> None:
         """Wait until the attempt that is under way has come to its end, and note how."""
+        while not self._has_ended(operation, LOOK):
+            pass  # it goes on, and nobody has ended recovery in place
+
+    def _has_ended(self, operation: Operation, patience: timedelta | None) -> bool:
+        """Note how the attempt that is under way has come to its end; False if it has not."""
         with self.changed:
-            attempt, work, why = operation.attempt, operation.work, ""
+            attempt, work = operation.attempt, operation.work
         if work is None:
-            return
-        try:
-            work.wait()
-        except Exception as error:  # noqa: BLE001 - whatever gloo raises
-            why = str(error) or repr(error)  # the error itself would keep the link
+            return True
+        why = error_of(work, patience)
         with self.changed:
             if operation.state is not State.FLYING or operation.attempt != attempt:
-                return
+                return True
+            if why is None:
+                return False
             if not why:
                 self._complete(operation)
             else:
@@ -423,6 +443,7 @@ class Communicator:
                     self._suspect(why)
         if not why:
             _complete_future(operation)
+        return True
 
     def _answered(
         self, operation: Operation, form: Description, given: list[torch.Tensor]
@@ -495,7 +516,8 @@ class Communicator:
     def _suspect(self, why: str) -> None:
         if not self.suspicion:
             self.suspicion = why.splitlines()[0]
-            event("connection_lost", logging.WARNING, rank=self.rank, why=self.suspicion)
+            # Under the lock: a full pipe must not hold it.
+            event_aside("connection_lost", logging.WARNING, rank=self.rank, why=self.suspicion)
         self.changed.notify_all()
 
     def _enter(self, form: Description, base: int) -> None:
@@ -531,6 +553,28 @@ class Communicator:
         self.window.go_on_from(number)
         for early in [each for each in self._answers if each < number]:
             del self._answers[early]
+
+
+def error_of(work: Any, patience: timedelta | None) -> str | None:
+    """Return the error of a work that has ended, "" if it has none; None: it has not ended.
+
+    Args:
+        work: a backend's.
+        patience: how long its end is waited for; None: not at all (0 would be for ever).
+    """
+    if patience is None and not work.is_completed():
+        return None
+    try:
+        work.wait(patience or LOOK)
+        return ""
+    except Exception:  # noqa: BLE001 - whatever gloo raises, and that the time is over
+        if not work.is_completed():
+            return None
+    try:
+        work.wait()
+        return ""
+    except Exception as error:  # noqa: BLE001 - the error itself would keep the link
+        return str(error) or repr(error)
 
 
 def _complete_future(operation: Operation) -> None:

@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -23,7 +24,7 @@ import torch.distributed as dist
 
 from lightck.errors import CoordinationError, LightckError, StoreError
 from lightck.events import event
-from lightck.inplace.communicator import DRAIN_S, AnyLink, Communicator, flat
+from lightck.inplace.communicator import DRAIN_S, AnyLink, Communicator, error_of, flat
 from lightck.inplace.generations import Generation, Generations
 from lightck.inplace.operations import empty
 from lightck.inplace.plan import Description, Plan, PlanRefused, Standing, plan_of
@@ -38,6 +39,8 @@ are made anew without one."""
 MOST_TRIES = 10
 """Generations in a row, without a further loss, in which an error ends this rank's recovery."""
 POLL_S = 0.005
+GIVEN = timedelta(milliseconds=50)
+"""Time between two looks for a newer generation while a result is given."""
 _WATCH_S = 3600.0
 
 T = TypeVar("T")
@@ -72,8 +75,6 @@ class Replacement:
     """The progress that its commit barrier goes on from."""
     attached: bool = False
     """True once its script has restored the plan's step, and attached."""
-    restored: tuple[int, int] | None = None
-    """(step, first collective) of the plan by which it has restored; None: not yet."""
 
 
 @dataclass(eq=False)
@@ -102,6 +103,9 @@ class InPlaceRecovery:
     _newest: Generation = field(default_factory=Generation)
     _done: int = 0
     _opening: AnyLink | None = None
+    _left: list[AnyLink] = field(default_factory=list)
+    """Links on which a result was being given when a newer generation began. They are kept: to free
+    one waits for gloo's threads, and one of these may wait for ever."""
     _stopped: bool = False
     _tries: int = 0
     """Errors that have ended recoveries since the last that came to its end."""
@@ -123,9 +127,6 @@ class InPlaceRecovery:
         self.communicator.keep(recovers=True)
         if self.replacement is not None:
             self.replacement.attached = True
-            plan = self.replacement.plan
-            assert plan is not None and plan.step is not None
-            self.replacement.restored = plan.step, plan.base
         self.communicator.changed.notify_all()
 
     def tell_off(self, why: str) -> None:
@@ -153,12 +154,14 @@ class InPlaceRecovery:
                 self._store_lost(f"the job's store does not answer: {error}")
                 return
             with self.communicator.changed:
+                # At once: who sees the generation finds no link of an earlier one.
                 self._newest = found
-                opening = self._opening
+                links = [self.communicator.detach(), self._opening]
                 self.communicator.changed.notify_all()
-            self.communicator.interrupt()
-            if opening is not None:
-                opening.cut()
+            while links:
+                if (link := links.pop()) is not None:
+                    link.cut()
+                del link  # not under the lock: that may wait for gloo's threads
 
     def _store_lost(self, why: str) -> None:
         """Recover no more: training goes on, as long as no collective fails."""
@@ -315,21 +318,24 @@ class InPlaceRecovery:
             self._opening = link
         try:
             state.check()
-            self._give(plan, link)
+            self._give(plan, link, state)
             if self.replacement is not None:
                 # Before anything can be complete with it: from here on it survives.
                 self.generations.join(communicator.rank, self.life)
                 self.replacement = None
-            state.check()
-            try:
+            with communicator.changed:
+                state.check()  # a newer generation would not cut this link any more
                 communicator.resume(link)
-            except CoordinationError as error:
-                raise _RestartAll(str(error)) from error
+        except CoordinationError as error:
+            raise _RestartAll(str(error)) from error
+        except _Newer:
+            self._left.append(link)
+            raise
         finally:
             with communicator.changed:
                 self._opening = None
 
-    def _give(self, plan: Plan, link: AnyLink) -> None:
+    def _give(self, plan: Plan, link: AnyLink, state: _Recovering) -> None:
         """Give each result that a rank lacks to all, in order, by its donor."""
         communicator = self.communicator
         for number, donor in plan.donors.items():
@@ -343,8 +349,10 @@ class InPlaceRecovery:
                 raise _RestartAll(changed)
             else:
                 given = flat(operation.result())
+            self.recovering = f"collective {number} from rank {donor}"
             for tensor in given:
-                _broadcast(link.backend, tensor, donor)
+                if tensor.numel():
+                    state.end_of(_broadcast(link.backend, tensor, donor))
             if donor == communicator.rank:
                 assert operation is not None
                 if not operation.is_intact:
@@ -398,6 +406,22 @@ class _Recovering:
             self.check()
             if time.monotonic() > end_s:
                 raise _RestartAll(f"rank {self.rank} waited too long for {what}")
+
+    def end_of(self, work: Any) -> None:
+        """Wait until a work of the new link has ended.
+
+        Raises:
+            _Newer, _RestartAll: it was not waited for, or the time was over.
+            RuntimeError: it has failed.
+        """
+        while (why := error_of(work, GIVEN)) is None:
+            self.check()
+            if time.monotonic() > self.until_s:
+                raise _RestartAll(
+                    f"rank {self.rank} waited too long for {self.recovery.recovering}"
+                )
+        if why:
+            raise RuntimeError(why)
 
     def hear(self, what: str, rank: int) -> Any:
         """Wait until a rank has said something; return it.
@@ -499,12 +523,13 @@ class _Recovering:
         plan = self._plan(roster, gone)
         if plan.step is None:
             raise _RestartAll("a replacement joins, and no rank was lost")
-        before = replacement.restored
-        if before is not None and before != (plan.step, plan.base):
+        before = replacement.plan  # its script goes by it
+        if before is not None and _entry(before) != _entry(plan):
             raise _RestartAll(
-                f"rank {self.rank} has restored step {before[0]}, and step {plan.step} is asked for"
+                f"rank {self.rank} restores step {before.step} before collective {before.base}, and"
+                f" step {plan.step} before collective {plan.base} is asked for"
             )
-        if before is None:
+        if not replacement.attached:
             for rank in roster:
                 self.hear("saved", rank)
         with changed:
@@ -559,11 +584,15 @@ def standing_of(communicator: Communicator, left: str, step: int) -> Standing:
     )
 
 
-def _broadcast(backend: Any, tensor: torch.Tensor, root: int) -> None:
+def _entry(plan: Plan) -> tuple[Any, ...]:
+    """Return where a replacement's program begins by a plan."""
+    return plan.step, plan.base, plan.prelude, plan.withheld
+
+
+def _broadcast(backend: Any, tensor: torch.Tensor, root: int) -> Any:
     options = dist.BroadcastOptions()
     options.rootRank, options.rootTensor = root, 0
-    if tensor.numel():
-        backend.broadcast([tensor.view(-1).view(torch.uint8)], options).wait()
+    return backend.broadcast([tensor.view(-1).view(torch.uint8)], options)
 
 
 def _named(ranks: list[int] | Mapping[int, Any]) -> str:

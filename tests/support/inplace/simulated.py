@@ -93,6 +93,9 @@ class Work:
             time.sleep(0.0005)
         self.future.wait()
 
+    def is_completed(self) -> bool:
+        return self.future.done()
+
 
 @dataclass(eq=False)
 class Switch:

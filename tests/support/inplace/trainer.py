@@ -33,6 +33,7 @@ end it writes FOLDER/<rank>.state. Options, of which any may be combined:
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import signal
 import sys
@@ -277,6 +278,7 @@ def main(folder: Path, regions: Path, steps: int, options: set[str]) -> None:
 
 
 if __name__ == "__main__":
+    faulthandler.dump_traceback_later(200)  # before the test that started it gives up
     dist.init_process_group("gloo")
     main(Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), {*sys.argv[4:]})
     dist.destroy_process_group()
