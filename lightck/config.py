@@ -33,7 +33,8 @@ class Config:
     """Every setting of a handle; checked when made, never changed after.
 
     Attributes:
-        path: folder of the run, a devdax device or a libpmemobj pool; `~` is expanded.
+        path: folder of the run, a devdax device or a libpmemobj pool; `~` is expanded, and it is
+            made absolute at once.
         policy: which steps are due: `auto` (as often as measured costs and seen failures ask for,
             for 1 % of the time at most), an int (every that many steps), other words, or a table.
         slots: whole snapshots the region has room for, 2 to 16; 0 is 2, with several ranks 4: one
@@ -272,8 +273,8 @@ _ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/")
 def _path(value: object) -> Path:
     if isinstance(value, str | os.PathLike) and str(value):
         address = _ADDRESS.match(str(value))
-        if address is None:
-            return Path(value).expanduser()
+        if address is None:  # the working directory may change later
+            return Path(os.path.abspath(Path(value).expanduser()))
         if address[1] == "file":
             raise ValueError(
                 f"must be a path, not a URL: write {'/' + str(value)[5:].lstrip('/')!r}"

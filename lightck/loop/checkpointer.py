@@ -519,8 +519,9 @@ class Checkpointer:
         if not self._warned:
             self._warned = True
             warnings.warn(
-                f"lightck saw no forward of the model before {where} (compiled loop, CUDA graph?):"
-                " snapshots open there, with buffers and generators as they were at the step's end",
+                f"lightck saw no forward of the model before {where} (compiled loop, CUDA graph,"
+                " functional_call?): snapshots open there, with buffers and generators as they were"
+                " at the step's end",
                 stacklevel=2,
             )
         with self.stall_timer.of("boundary"), self.lock:

@@ -6,11 +6,13 @@ which enclose the user's own. All are kept out of dynamo's tracing.
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from types import FrameType
+from itertools import chain
+from types import FrameType, NoneType
 from typing import Any, Protocol, TypeVar, cast
 
 import torch
@@ -112,6 +114,8 @@ class Watched:
 
     model: nn.Module
     _ids: set[int] = field(default_factory=set)
+    _tables: list[dict[str, Any]] = field(default_factory=list)
+    """The modules' own tables of parameters."""
     _answers: weakref.WeakKeyDictionary[nn.Module, bool] = field(
         default_factory=weakref.WeakKeyDictionary
     )
@@ -119,6 +123,7 @@ class Watched:
     def refresh(self) -> None:
         """Look at the model's parameters again."""
         self._ids = {id(parameter) for _, parameter in named_parameters(self.model)}
+        self._tables = [m._parameters for m in self.model.modules() if m._parameters]
         self._answers.clear()
 
     def holds(self, module: nn.Module) -> bool:
@@ -128,6 +133,16 @@ class Watched:
             answer = any(id(p) in self._ids for _, p in named_parameters(module))
             self._answers[module] = answer
         return answer
+
+    def stand_ins(self) -> bool:
+        """Tell whether other tensors stand in the place of parameters (`functional_call`)."""
+        every = chain.from_iterable(map(dict.values, self._tables))
+        kinds = set(map(type, every)) - {nn.Parameter, NoneType}
+        return bool(kinds) and not all(
+            each is None or isinstance(each, nn.Parameter)
+            for table in self._tables
+            for each in table.values()
+        )
 
     def owns(self, optimizer: Optimizer) -> bool:
         """Tell whether an optimizer changes one of the parameters."""
@@ -245,9 +260,12 @@ class Hooks:
             if recording is not None and recording():
                 return
             if trains(module):
-                # A parametrized weight runs its own little forward whenever it is read.
-                if watched.holds(module) and not is_weight(module):
-                    listener.forward(torch.is_grad_enabled())
+                # A parametrized weight runs its own little forward whenever it is read. What stands
+                # in for the parameters is no state: the first gradient finds these again.
+                if watched.holds(module) and not is_weight(module) and not watched.stand_ins():
+                    training = torch.is_grad_enabled()
+                    with _outside_transforms():
+                        listener.forward(training)
             # Only a write watch minds, which is a mode on torch's stack.
             elif torch._C._len_torch_dispatch_stack() and watched.holds(module):
                 listener.evaluation()
@@ -383,6 +401,15 @@ def spread(found: list[T]) -> list[T]:
     return [found[i * (len(found) - 1) // (FEW_LAYERS - 1)] for i in range(FEW_LAYERS)]
 
 
+def _outside_transforms() -> contextlib.AbstractContextManager[Any]:
+    """Leave `torch.func`'s transforms for a while: inside of them new tensors have no storage."""
+    if torch._C._functorch.peek_interpreter_stack() is None:
+        return contextlib.nullcontext()
+    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+
+    return temporarily_clear_interpreter_stack()
+
+
 def is_weight(module: nn.Module) -> bool:
     """Tell whether the module is a parametrization.
 
@@ -403,7 +430,8 @@ def before_next_forward(model: nn.Module, action: Callable[[], None]) -> Removab
     def before(module: nn.Module, args: Any) -> None:
         if trains(module) and any(id(p) in ids for _, p in named_parameters(module)):
             handle.remove()
-            action()
+            with _outside_transforms():
+                action()
 
     handle = register_module_forward_pre_hook(before)
     return handle

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch._dynamo  # seconds to import: before the server forks
 from torch import nn
+from torch.func import functional_call, grad, vmap
 from torch.nn import functional as F
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
@@ -339,6 +340,53 @@ class InnerForwards(Plain):
 
 def test_loop_that_calls_the_parts_of_a_model_resumes(bed: Bed) -> None:
     bed.check(InnerForwards)
+
+
+class StandIns(Plain):
+    """The forward runs with others in the place of some parameters, or of all."""
+
+    expected_warnings = ("lightck saw no forward",)
+
+    def step(self, t: int, run: Run) -> Any:
+        x, y = batch()
+        if self.params["how"] == "all, warm" and t == 1:
+            self.model(x)  # an ordinary forward, once
+        noisy = {
+            name: p + 0.1 * torch.randn_like(p)
+            for name, p in self.model.named_parameters()
+            if self.params["how"] != "one" or name.startswith("4.")
+        }
+        self.optimizer.zero_grad()
+        loss = F.cross_entropy(functional_call(self.model, noisy, (x,)), y)
+        loss.backward()
+        self.optimizer.step()
+        return loss.detach()
+
+
+@pytest.mark.parametrize("how", ["one", "all", "all, warm"])
+def test_what_stands_in_for_parameters_in_a_forward_is_not_saved(bed: Bed, how: str) -> None:
+    bed.check(StandIns, params={"how": how})
+
+
+class Derivatives(Plain):
+    """The iteration's first forward runs inside of torch.func's transforms."""
+
+    def setup(self) -> None:
+        self.models = [nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, CLASSES))]
+        self.optimizers = [torch.optim.AdamW(self.model.parameters(), lr=0.02)]
+
+    def step(self, t: int, run: Run) -> Any:
+        x, y = batch()
+        self.optimizer.zero_grad()
+        slopes = vmap(grad(lambda each: self.model(each).square().sum()))(x)
+        loss = F.cross_entropy(self.model(x), y) + slopes.square().mean()
+        loss.backward()
+        self.optimizer.step()
+        return loss.detach()
+
+
+def test_a_forward_inside_of_a_transform_is_an_ordinary_one(bed: Bed) -> None:
+    bed.check(Derivatives)
 
 
 class NoForward(Plain):

@@ -13,6 +13,7 @@ from torch import nn
 
 import lightck
 from lightck.cli.main import main
+from lightck.removal import files_at
 from support import processes
 
 
@@ -55,6 +56,18 @@ def test_it_removes_what_is_the_runs_and_nothing_else(
     assert said["removed"] == [str(run / "region-00000.lck")] and said["bytes"] > 1 << 20
     assert main(["rm", "--yes", str(run)]) == 2
     assert "no lightck region" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("written", ["run", "./run", "run/", "no/../run", "{folder}/../{name}/run"])
+def test_however_the_path_is_written_the_region_is_gone(
+    region_dir: Path, monkeypatch: pytest.MonkeyPatch, written: str
+) -> None:
+    write(region_dir / "run")
+    monkeypatch.chdir(region_dir)
+    path = written.format(folder=region_dir, name=region_dir.name)
+    assert [each.path for each in files_at(path)] == [region_dir / "run" / "region-00000.lck"]
+    assert main(["rm", "--yes", path]) == 0
+    assert not (region_dir / "run" / "region-00000.lck").exists()
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ def test_defaults_need_no_source(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("LIGHTCK_POLICY", raising=False)
     config = Config.resolve()
     assert config == Config()
-    assert config.path == Path("lightck-run")
+    assert config.path == Path.cwd() / "lightck-run"
     assert config.policy == Auto()
     assert config.run_id == "default"
 
