@@ -173,7 +173,8 @@ class Handle:
 
         Between micro-batches, or inside an update, it is taken at the next boundary. The future
         gives the step once the snapshot is committed, or the error. It may be waited for on any
-        thread, but on the training thread not before the boundary, which would never come.
+        thread, but on the training thread not before the boundary, which would never come. Where
+        readers hold what is free, the error is a RegionBusyError.
 
         With several ranks every rank calls it at the same step, as with a collective. On a step
         that has a snapshot already, the future is that snapshot's.

@@ -10,7 +10,7 @@ import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, SupportsIndex
 
 import numpy as np
 import torch
@@ -20,7 +20,7 @@ from lightck.distributed.rendezvous import Rendezvous, meeting
 from lightck.distributed.restore.protocol import RestoreAttempt, restore_attempts
 from lightck.distributed.restore.selection import Key
 from lightck.distributed.restore.survey import RegionSurvey
-from lightck.errors import CorruptSnapshotError, NoSnapshotError, StateError
+from lightck.errors import ConfigError, CorruptSnapshotError, NoSnapshotError, StateError
 from lightck.events import event
 from lightck.reader.assembly import AssembledSnapshot, RegionPart, Snapshot
 from lightck.reader.fill import empty_tensor
@@ -29,9 +29,8 @@ from lightck.region.backends import select
 from lightck.region.layout import Entry
 from lightck.region.region import Candidate, Continuation, Region
 from lightck.state import boundary_codec, key_order
-from lightck.state.extras import is_own
+from lightck.state.extras import OF_MODULES, is_own
 from lightck.state.inventory import labelled_key
-from lightck.state.module_extra_state import PREFIX
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -227,13 +226,23 @@ def _found(
     mapped: bool = True,
 ) -> tuple[Snapshot, dict[str, torch.Tensor]]:
     """Return the newest snapshot that is whole, or the wanted one, and its tensors by name."""
-    where = location.locate(Config.resolve(path=path).path, rank, create=False)
-    wanted = None if step == "latest" else step
+    wanted = _wanted(step)
+    if not isinstance(rank, SupportsIndex) or isinstance(rank, bool) or int(rank) < 0:
+        raise ConfigError(f"load: rank must be the number of a rank, 0 or more, found {rank!r}")
+    where = location.locate(Config.resolve(path=path).path, int(rank), create=False)
     with contextlib.closing(restore_attempts(Rendezvous("load", rank), where, wanted)) as attempts:
         for attempt in attempts:
             if (found := _read(attempt, whole, mapped)) is not None:
                 return found
     raise NoSnapshotError(f"{where.file}: no whole snapshot: none was ever written")
+
+
+def _wanted(step: object) -> int | None:
+    if step == "latest":
+        return None
+    if not isinstance(step, SupportsIndex) or isinstance(step, bool) or int(step) < 0:
+        raise ConfigError(f"load: step must be the number of a step or 'latest', found {step!r}")
+    return int(step)
 
 
 def _read(
@@ -441,13 +450,13 @@ def as_state_dict(snapshot: Snapshot, tensors: Callable[[str], torch.Tensor]) ->
         for name, tree in every.items()
         if not is_own(name)
     }
-    of_modules = {name: value for name, value in extras.items() if name.startswith(PREFIX)}
+    of_modules = {name: value for name, value in extras.items() if name.startswith(OF_MODULES)}
     return {
         "step": snapshot.record.step,
         "model": {
             _unescape(n.removeprefix("model/")): tensors(n) for n in names if n.startswith("model/")
         }
-        | {name.removeprefix(PREFIX): value for name, value in of_modules.items()},
+        | {name.removeprefix(OF_MODULES): value for name, value in of_modules.items()},
         "optimizers": [
             _optimizer(i, tree, names, tensors) for i, tree in enumerate(second["optimizers"])
         ],

@@ -61,6 +61,8 @@ _SETTINGS = (
     *("durability", "numa_node", "proof", "keep"),
 )
 """The settings that a store has; the others are about a training loop."""
+_UNASKED_S = 1.0
+"""Seconds after which a save is captured by who follows it: a callback, or asyncio, asks nobody."""
 _POLL_S = 0.002
 _MOST = 1 << 62
 
@@ -444,7 +446,10 @@ class _Writer:
 
     def _follow(self, future: SaveFuture) -> None:
         """Take note of commits until the future has its result."""
+        end_s = time.monotonic() + _UNASKED_S
         while not future.done() and (pipeline := self._pipeline) is not None:
+            if time.monotonic() > end_s:
+                self.fence()
             self._poll(pipeline, 0.0)
             time.sleep(_POLL_S)
 

@@ -37,7 +37,7 @@ from lightck.pipeline.commit_barrier import is_final
 from lightck.pipeline.pipeline import Pipeline
 from lightck.reader.fill import SavedOptimizer, install_pending
 from lightck.state import data_loaders
-from lightck.state.inventory import CollectedState, Inventory
+from lightck.state.inventory import CollectedState, Inventory, refuse_twins
 
 # ---- a pause of training, while a save that ends the process runs --------------------------------
 # A single rank is paused at its fence: of what it would go on to compute, nothing is saved any
@@ -346,6 +346,7 @@ class Checkpointer:
         Raises:
             StateError: its path is named.
         """
+        refuse_twins(collected.lives)
         self.boundary_state.encode(collected, self.steps.step, seen=True)
 
     def fence(self, optimizer: int | None) -> None:

@@ -47,7 +47,7 @@ class Requests:
 
         The generators are taken as they are: what is drawn next comes after the snapshot. Waits for
         a slot if every one is persisting, and for other ranks' commits `FATE_S` at most: the caller
-        asked for it.
+        asked for it. Where readers hold every slot that is free, those who asked get an error.
         """
         with self.checkpointer.stall_timer.of("request"), self.pipeline.lock:
             with self.outcomes.reported():
@@ -58,6 +58,13 @@ class Requests:
             self._await_slot()
             self.checkpointer.boundary_state.forward_starts_here()
             self.checkpointer.open(seen=False, synchronous=True)
+            if self.outcomes.slipped_step == self.steps.step:
+                self.outcomes.fail_pending_futures(
+                    RegionBusyError(
+                        f"step {self.steps.step} has no snapshot: {self.outcomes.slip}; what"
+                        " lightck.load gave holds its slot: let go of it, or attach with more slots"
+                    )
+                )
 
     def report(self, metrics: Mapping[str, float]) -> None:
         """Give policy and history metrics of the last complete step; take a snapshot if wanted."""

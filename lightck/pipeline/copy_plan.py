@@ -27,7 +27,7 @@ from lightck.region.layout import Entry
 from lightck.region.region import Region
 from lightck.state import tensor_layout, tensor_support
 from lightck.state.boundary_codec import identical
-from lightck.state.inventory import StateTensor
+from lightck.state.inventory import StateTensor, refuse_twins
 
 _FORM: tuple[Callable[[torch.Tensor], Any], ...] = (
     operator.attrgetter("shape"),
@@ -185,6 +185,7 @@ class CopyPlan:
         if known and shards == self._shards and self._formed(held):
             allocation = self._fit(self.entries, boundary_bytes)
         else:
+            refuse_twins(found)
             entries = tuple(tensor_layout.describe(live) for live in found)
             allocation = self._fit(entries, boundary_bytes)
             self._choose_at_once(entries)

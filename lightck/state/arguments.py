@@ -97,7 +97,10 @@ def _as_optimizers(call: str, optimizer: object) -> list[Optimizer]:
     ):
         several = list(optimizer)
         if all(isinstance(each, Optimizer) for each in several):
-            return [unwrapped(each) for each in several]
+            found = [unwrapped(each) for each in several]
+            if len({id(each) for each in found}) < len(found):
+                raise ConfigError(f"{call}: an optimizer is given twice: give each once")
+            return found
         optimizer = next(each for each in several if not isinstance(each, Optimizer))
     write, why = f"{call}(model, optimizer, ...)", ""
     if isinstance(optimizer, str | os.PathLike):

@@ -19,6 +19,9 @@ from lightck.errors import StateError
 from lightck.state import boundary_codec, data_loaders, rng
 from lightck.types import Stateful
 
+OF_MODULES = "model/"
+"""Prefix of the names of modules' extra state; behind it is the key that `state_dict` has."""
+
 Instant = Literal["step", "forward", "both"]
 _GENERATORS = (torch.Generator, np.random.Generator, random.Random)
 _AT_FORWARD = (torch.nn.Module, Optimizer, LRScheduler, torch.amp.GradScaler)
@@ -151,6 +154,8 @@ def _parse(name: Any, given: Any) -> Extra:
         raise StateError(f"extras: the name {name!r} is not a string")
     if is_own(name):
         raise StateError(f"extras: {name!r} begins with '@', as names of lightck's own do")
+    if name.startswith(OF_MODULES):
+        raise StateError(f"extras: {name!r} begins with {OF_MODULES!r}, as what modules save does")
     subject, instant = (given.subject, given.instant) if isinstance(given, At) else (given, None)
     if isinstance(subject, _GENERATORS):
         return Extra(name, subject, instant or "both")

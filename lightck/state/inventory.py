@@ -89,6 +89,23 @@ class TensorCollector:
         return reference(path)
 
 
+def refuse_twins(lives: Sequence[StateTensor]) -> None:
+    """Refuse two tensors of one name, as of the keys 1 and "1": none could be found again.
+
+    Raises:
+        StateError: names the first.
+    """
+    seen: set[str] = set()
+    for live in lives:
+        if live.name in seen:
+            raise StateError(
+                f"{live.name} is the name of two tensors: their keys have the same text, as 1 and"
+                " '1' have; rename one",
+                path=live.name,
+            )
+        seen.add(live.name)
+
+
 # ---- an optimizer's groups' options and attributes, beside parameters and their state ------------
 # They are taken at every instant of every step. A value that is immutable and still the same
 # object is not looked at again, and the last result is returned.

@@ -11,11 +11,9 @@ from typing import Any
 
 from torch import nn
 
-from lightck.state.extras import Extra
+from lightck.state.extras import OF_MODULES, Extra
 from lightck.state.modules import named_modules
 
-PREFIX = "model/"
-"""Prefix of the names of such extras; behind it is the key that torch's `state_dict` has."""
 _KEY = "_extra_state"
 
 
@@ -39,6 +37,6 @@ def extra_states(model: nn.Module) -> tuple[Extra, ...]:
     found: dict[int, Extra] = {}
     for path, module in named_modules(model):
         if type(module).get_extra_state is not nn.Module.get_extra_state:
-            name = f"{PREFIX}{path}.{_KEY}" if path else f"{PREFIX}{_KEY}"
+            name = f"{OF_MODULES}{path}.{_KEY}" if path else f"{OF_MODULES}{_KEY}"
             found.setdefault(id(module), Extra(name, ModuleState(module), "forward"))
     return tuple(found.values())

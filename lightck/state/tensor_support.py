@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 from torch.nn.parameter import is_lazy
 
 from lightck.errors import StateError
@@ -241,12 +242,22 @@ _PLACEHOLDER = (
 )
 
 
+_PLAIN = (torch.Tensor, nn.Parameter, nn.Buffer)
+
+
+def _has_no_bytes(tensor: torch.Tensor) -> bool:
+    try:
+        return tensor.layout is torch.strided and tensor.data_ptr() == 0
+    except RuntimeError:  # a wrapper may have no storage at all
+        return True
+
+
 def must_be_dense(path: str, tensor: torch.Tensor) -> None:
     """Refuse a tensor that has no plain bytes.
 
     Raises:
         StateError: the tensor is sparse, quantized, not initialized yet, without memory (meta), a
-            placeholder of DeepSpeed's, or a sum over ranks.
+            placeholder of DeepSpeed's, a wrapper of other tensors, or a sum over ranks.
     """
     if hasattr(tensor, "ds_id"):
         status = getattr(tensor, "ds_status", "unknown")
@@ -259,6 +270,11 @@ def must_be_dense(path: str, tensor: torch.Tensor) -> None:
     if tensor.is_meta:
         why = "is on the meta device and has no bytes: call Module.to_empty before"
         raise StateError(f"{path} {why}", path=path)
+    held = local(tensor)
+    if type(held) not in _PLAIN and held.numel() and _has_no_bytes(held):
+        kind = type(held).__name__
+        why = f"is a {kind}, which wraps other tensors; only tensors with bytes of their own"
+        raise StateError(f"{path} {why} can be saved", path=path)
     if tensor.layout is not torch.strided or tensor.is_quantized:
         kind = "quantized" if tensor.is_quantized else str(tensor.layout)
         raise StateError(f"{path} is a {kind} tensor; only dense tensors can be saved", path=path)

@@ -395,3 +395,18 @@ def test_stats_say_what_happened(run_dir: Path) -> None:
         assert set(stats.stall_s) >= {"fence", "boundary"}
         assert all(spent > 0 for spent in stats.stall_s.values())
         assert before.captured == 0  # a copy, not a view
+
+
+def test_a_snapshot_for_which_readers_leave_no_slot_is_an_error_and_no_wait(run_dir: Path) -> None:
+    loop = adam_loop()
+    with attach(loop, run_dir, policy=1000, slots=2, failure="off") as handle:
+        loop.run(1)
+        assert handle.snapshot().result(250) == 1
+        held = lightck.load(run_dir)
+        loop.run(1)
+        assert handle.snapshot().result(250) == 2
+        loop.run(1)
+        with pytest.raises(lightck.RegionBusyError, match=r"step 3 .*let go of it, or attach"):
+            handle.snapshot().result(250)
+        del held
+        assert handle.snapshot().result(250) == 3

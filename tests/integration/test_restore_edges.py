@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 import lightck
 from lightck.distributed.restore import survey as holdings
@@ -217,3 +219,47 @@ def test_a_model_without_memory_is_refused_and_not_said_to_be_restored(run_dir: 
         model = _pair(tied=False)
     with pytest.raises(StateError, match=r"model/0.weight is on the meta device"):
         lightck.restore(model, None, run_dir)
+
+
+def test_what_could_not_be_found_again_is_refused_at_attach(run_dir: Path) -> None:
+    model = nn.Linear(3, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    twins = {"d": {1: torch.ones(2), "1": torch.zeros(2)}}
+    with pytest.raises(StateError, match=r"extras/d/1 is the name of two tensors"):
+        lightck.attach(model, optimizer, run_dir, extras=twins)
+    with pytest.raises(StateError, match="'model/ema' begins with 'model/'"):
+        lightck.attach(model, optimizer, run_dir, extras={"model/ema": {"a": 1}})
+    with pytest.raises(lightck.ConfigError, match="an optimizer is given twice"):
+        lightck.attach(model, [optimizer, optimizer], run_dir)
+    model.weight = nn.Parameter(TwoTensor(torch.ones(3, 3), torch.ones(3, 3)))
+    with pytest.raises(StateError, match=r"model/weight is a TwoTensor, which wraps"):
+        lightck.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), run_dir)
+
+
+def test_an_extra_that_comes_to_hold_two_tensors_of_one_name_is_told(run_dir: Path) -> None:
+    loop = adam_loop()
+    more: dict[object, torch.Tensor] = {1: torch.ones(2)}
+    extras = {"more": lightck.at_forward(more)}
+    handle = lightck.attach(loop.model, list(loop.optimizers), run_dir, policy=1, extras=extras)
+    loop.run(2)
+    more["1"] = torch.zeros(2)
+    with pytest.warns(RuntimeWarning, match=r"extras/more/1 is the name of two tensors"):
+        loop.run(2)
+    del more["1"]
+    loop.run(2)
+    handle.wait()
+    assert handle.last_committed_step == 5
+    with pytest.raises(StateError, match=r"extras/more/1 is the name of two tensors"):
+        handle.close()  # the first error
+
+
+@pytest.mark.parametrize("step", [True, "2", "exact", -1, 1.0])
+def test_a_step_that_is_none_is_not_taken_for_one(run_dir: Path, step: object) -> None:
+    with pytest.raises(lightck.ConfigError, match=r"load: step must be the number of a step"):
+        lightck.load(run_dir, step=step)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("rank", ["0", -1, True, None])
+def test_a_rank_that_is_none_is_not_taken_for_one(run_dir: Path, rank: object) -> None:
+    with pytest.raises(lightck.ConfigError, match=r"load: rank must be the number of a rank"):
+        lightck.load(run_dir, rank=rank)  # type: ignore[arg-type]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import concurrent.futures
 import gc
 import io
 import os
@@ -470,3 +471,25 @@ def test_an_item_of_a_history_is_read_by_a_store_and_not_written(run_dir: Path) 
     assert number_of(kept.load()) == 1
     with pytest.raises(lightck.RegionError, match="an item of a history"):
         kept.save(full(2), 2)
+
+
+def test_a_future_that_nobody_asks_comes_to_its_end(region_dir: Path) -> None:
+    """As a callback, `as_completed` and asyncio wait."""
+    called: list[int] = []
+    with lightck.Store(region_dir / "store") as store:
+        future = store.save(full(3), 3, wait=False)
+        future.add_done_callback(lambda done: called.append(done.result()))
+        assert not concurrent.futures.wait([future], SECONDS).not_done
+        assert called == [3]
+
+
+def test_a_store_stays_where_it_was_made_wherever_the_process_goes(
+    region_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(region_dir)
+    with lightck.Store("store") as store:
+        store.save(full(1), 1)
+        monkeypatch.chdir("/")
+        store.save(full(2), 2)
+        assert sorted(store.steps()) == [1, 2]
+    assert (region_dir / "store").is_dir()
