@@ -54,6 +54,7 @@ from lightck.pipeline.commit_barrier import CommitBarrier, SingleProcessBarrier
 from lightck.pipeline.schedule import schedule
 from lightck.pipeline.streamed import StreamPipeline
 from lightck.policy.combination import needs_of
+from lightck.policy.due import counts_epochs
 from lightck.reader.fill import install_pending, tell_unfilled
 from lightck.region import claim, failure_region, stats_page
 from lightck.region.claim import ClaimedLocation
@@ -61,7 +62,7 @@ from lightck.region.native_region import RECORD_JIT
 from lightck.region.region import Region, new_timeline
 from lightck.restore import progress
 from lightck.state.arguments import check, refuse_unknown, unwrapped
-from lightck.state.extras import Extra, is_loader, must_be_known, parse
+from lightck.state.extras import Epochs, Extra, is_loader, must_be_known, parse
 from lightck.state.inventory import Inventory, all_covered, names_of
 from lightck.state.module_extra_state import extra_states
 from lightck.state.tensor_layout import tell_synchronous
@@ -158,7 +159,10 @@ class _Parts:
         self.reporter = ErrorReporter(config.on_error)
         self.progress = progress(model)
         self.learned = SavedPolicyState(self.progress.learned) if learns(config.policy) else None
-        own = (self.learned.extra,) if self.learned is not None else ()
+        self.epochs = Epochs(self.progress.epochs)
+        own = [self.learned.extra] if self.learned is not None else []
+        if config.keep is not None or counts_epochs(config.policy):
+            own.append(self.epochs.extra)
         self.saved_extras = (*extras, *own)
         self.watched = Watched(model)
         self.watched.refresh()
@@ -365,7 +369,9 @@ class _Parts:
         early = known.early and known.step == steps.step and not known.attached
         early = early or self.ranks.joining is not None
         state = self._policy_state(topology, pipeline.region)
-        due_check = DueCheck(self.config.policy, pipeline.barrier, early, state, topology.world)
+        due_check = DueCheck(
+            self.config.policy, pipeline.barrier, early, state, topology.world, self.epochs
+        )
         stall_timer, movement = StallTimer(pipeline.trace), Movement(self.extras)
         predictor = step_journal = device_lag = None
         if self.config.failure != "off":

@@ -265,7 +265,7 @@ class Handle:
     def epoch(self) -> None:
         """Mark the end of an epoch, for policies that count epochs."""
         self._require_own()
-        self._checkpointer.due_check.end_epoch()
+        self._checkpointer.due_check.epochs.mark()
 
     def report(self, **metrics: Any) -> None:
         """Give metrics of the last complete step to the history, such as a validation's loss.
@@ -432,7 +432,8 @@ class Handle:
         triggers.unregister(self._failed)
         self._checkpointer.stop()
         learned = self._learned.text if self._learned is not None else None
-        self._progress.left_at(self.step, self._checkpointer.steps, learned)
+        epochs = self._checkpointer.due_check.epochs.marked
+        self._progress.left_at(self.step, self._checkpointer.steps, learned, epochs)
         atexit.unregister(self._at_exit)
         _handles.discard(self)
 

@@ -36,7 +36,7 @@ from lightck.region.native_region import Record
 from lightck.region.region import Continuation
 from lightck.state import boundary_codec, rng
 from lightck.state.arguments import check, refuse_unknown
-from lightck.state.extras import is_own, parse
+from lightck.state.extras import Epochs, is_own, parse
 from lightck.state.inventory import Inventory
 from lightck.state.module_extra_state import extra_states
 from lightck.state.modules import innermost
@@ -67,6 +67,8 @@ class ModelProgress:
     """Names of the extras in the snapshots that the model continues."""
     learned: str | None = None
     """The policies' state in the snapshot, as text; None: it has none."""
+    epochs: int = 0
+    """The number of epochs that were marked."""
     restored_from: Path | None = None
     """The place of the snapshot that was restored last; None since a handle has left the model."""
     pending: list[SavedOptimizer] = field(default_factory=list)
@@ -89,12 +91,13 @@ class ModelProgress:
             ddp_buckets.bring(ranks, model, self.arrangements)
             self.arrangements = None
 
-    def left_at(self, step: int, steps: Steps, learned: str | None) -> None:
+    def left_at(self, step: int, steps: Steps, learned: str | None, epochs: int) -> None:
         """Note that a handle, which counted with `steps`, has left the model at `step`.
 
-        `learned`: what policies have learned until then.
+        `learned`: what policies have learned until then; `epochs`: how many were marked.
         """
         self.step, self.early, self.learned = step, False, learned or self.learned
+        self.epochs = epochs
         self.restored_from = None
         self.attached.remove(steps)
 
@@ -266,7 +269,7 @@ def _note_progress(state: ModelProgress, attempt: RestoreAttempt, filler: StateF
     state.restored_from = attempt.survey.where.path
     state.early = snapshot.early
     state.extras = frozenset(name for name in (*first, *second) if not is_own(name))
-    state.learned = text_of(first)
+    state.learned, state.epochs = text_of(first), Epochs.held({**second, **first})
 
 
 def _foreign_reason(attempt: RestoreAttempt, snapshot: Snapshot) -> str:

@@ -102,7 +102,7 @@ class Lightck:
             epoch = self._place.epoch
             yield epoch
             if self._place.epoch == epoch:  # the loop has left it early
-                self._place.begin(epoch + 1)
+                self._begin_next()
 
     def batches(self, loader: Any) -> Iterator[Any]:
         """Yield the batches of a pass over a prepared loader; of the restored one, what is left.
@@ -113,7 +113,7 @@ class Lightck:
         self._refuse(loader)
         place, sampler = self._place, _ordered(loader, self._place)
         if place.batch and not place.restored:  # the loop has left the last pass early
-            place.begin(place.epoch + 1)
+            self._begin_next()
         behind, place.restored = place.batch if place.restored else 0, False
         # The loader would do so itself where it begins: then the order that is noted here were
         # another on each rank, and a lost rank's replacement would meet nobody within a pass.
@@ -133,7 +133,11 @@ class Lightck:
                 yield batch
         finally:
             loader.rng_types = kept  # of an empty pass, or one that fails at once
-        place.begin(place.epoch + 1)
+        self._begin_next()
+
+    def _begin_next(self) -> None:
+        self._place.begin(self._place.epoch + 1)
+        self.handle.epoch()  # for policies that count them
 
     def close(self) -> None:
         """Commit the last step and detach; see `Handle.close`. Idempotent."""

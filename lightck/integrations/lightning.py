@@ -129,6 +129,11 @@ class LightckCallback(Checkpoint):  # type: ignore[misc]
         if self._running and self.handle is not None:
             self.handle.report(**{k: float(v) for k, v in trainer.callback_metrics.items()})
 
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        """Mark the end of the epoch, for policies that count epochs."""
+        if self._running and self.handle is not None:
+            self.handle.epoch()
+
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Commit the last step and detach, before Lightning moves the model off its device."""
         self._close()

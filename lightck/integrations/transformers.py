@@ -160,6 +160,11 @@ class LightckCallback(TrainerCallback):  # type: ignore[misc]
             found = given.get("metrics") or {}
             self.handle.report(**{k: v for k, v in found.items() if isinstance(v, int | float)})
 
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        """Mark the end of the epoch, for policies that count epochs."""
+        if self._running and self.handle is not None:
+            self.handle.epoch()
+
     def on_log(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         """Commit the last step and detach where the Trainer logs its sums: training has ended.
 

@@ -503,7 +503,7 @@ class Checkpointer:
                     self.due_check.skipped(made_up=barrier.alone)
                     return
                 outcomes.slips.note(step, None)
-                outcomes.opened(step, self.due_check.epoch)
+                outcomes.opened(step, self.due_check.epochs.marked)
                 barrier.sample(step)
                 # What was asked for is copied at once: its future may be waited for on this
                 # thread, which then never comes to the fence.

@@ -14,6 +14,7 @@ from lightck.loop.step_times import StepTimes
 from lightck.pipeline.commit_barrier import CommitBarrier
 from lightck.policy import AnyOf, OnBest
 from lightck.policy.combination import interval_of, needs_of, single_policies, why_of
+from lightck.state.extras import Epochs
 from lightck.types import Moment, Policy
 
 _TOLD_S = 1.0
@@ -57,8 +58,8 @@ class DueCheck:
     """The policies' state; None if this policy learns nothing."""
     world: int = 1
     """Number of ranks."""
-    epoch: int = 0
-    """Number of epochs that the loop has marked."""
+    epochs: Epochs = field(default_factory=lambda: Epochs(0))
+    """The epochs that the loop has marked."""
     overdue: bool = False
     """True if a due snapshot was skipped: the next step is due instead."""
     times: StepTimes = field(default_factory=StepTimes)
@@ -73,11 +74,14 @@ class DueCheck:
     _tell_at_s: float = 0.0
     _told_s: float | None = None
     """The interval that was told last."""
+    _first_epoch: int | None = field(init=False)
+    """The epochs that were marked before attach; None: none were."""
     _holds: bool = field(init=False)
     """True if every part of the policy takes nothing while the loss is no number."""
 
     def __post_init__(self) -> None:
         """Look at the policy's parts."""
+        self._first_epoch = self.epochs.marked or None
         self._holds = all("loss" in needs_of(part) for part in single_policies(self.policy))
 
     @property
@@ -105,10 +109,6 @@ class DueCheck:
     def risk(self) -> str:
         """Return what threatens the region's medium; empty: nothing that is known. Any thread."""
         return self.state.risk if self.state is not None else ""
-
-    def end_epoch(self) -> None:
-        """Count one more epoch, for policies that do."""
-        self.epoch += 1
 
     def skipped(self, *, made_up: bool) -> None:
         """Note that the due snapshot was skipped; `made_up`: the next step is due instead."""
@@ -171,10 +171,10 @@ class DueCheck:
         return Moment(
             step=step,
             time_s=now,
-            epoch=self.epoch,
+            epoch=self.epochs.marked,
             last_step=last.step if last else None,
             last_time_s=last.time_s if last else None,
-            last_epoch=last.epoch if last else None,
+            last_epoch=last.epoch if last else self._first_epoch,
             cost_s=cost_s,
             persist_s=persist_s,
             step_s=times.step_s,

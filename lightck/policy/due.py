@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from lightck.errors import ConfigError
 from lightck.policy import checks
 from lightck.policy.auto import unsaved_failures
-from lightck.policy.combination import Combinable
+from lightck.policy.combination import Combinable, single_policies
 from lightck.policy.formulas import young
 from lightck.policy.quantities import exact_percent, exact_time, in_units
 from lightck.policy.spacing import interval_has_passed
-from lightck.types import Moment
+from lightck.types import Moment, Policy
 
 
 @dataclass(frozen=True)
@@ -189,3 +189,12 @@ class Hybrid(Combinable):
     def __str__(self) -> str:
         share = exact_percent(self.unrecoverable)
         return f"hybrid mtbf {exact_time(self.mtbf_s)} unrecoverable {share}"
+
+
+def counts_epochs(policy: Policy) -> bool:
+    """Tell whether a policy may decide by epochs; those of the user's own may."""
+    ours = __name__.partition(".")[0]
+    return any(
+        isinstance(each, EveryEpochs) or type(each).__module__.partition(".")[0] != ours
+        for each in single_policies(policy)
+    )

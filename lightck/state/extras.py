@@ -32,6 +32,39 @@ _CONTAINERS = (Mapping, Sequence, Set)
 POLICY = "@policy"
 """The name under which a snapshot has what policies learn from."""
 
+EPOCHS = "@epochs"
+"""The name under which a snapshot has the number of epochs that the loop had marked."""
+_MARKED = "marked"
+
+
+class Epochs:
+    """The number of epochs that the loop has marked, over all lives of the run."""
+
+    def __init__(self, marked: int) -> None:
+        """Go on from what a snapshot had, or an earlier handle left; 0 at the beginning."""
+        self._state = {_MARKED: marked}
+
+    @property
+    def marked(self) -> int:
+        """Return the number."""
+        return self._state[_MARKED]
+
+    @property
+    def extra(self) -> Extra:
+        """Return the extra that it is in a snapshot: an epoch is marked behind its last step."""
+        return Extra(EPOCHS, self._state, "forward")
+
+    def mark(self) -> None:
+        """Count one more."""
+        self._state[_MARKED] += 1
+
+    @staticmethod
+    def held(extras: Mapping[str, Any]) -> int:
+        """Return the number that a snapshot's extras have; 0 where they have none."""
+        kept = extras.get(EPOCHS)
+        found = kept.get(_MARKED) if isinstance(kept, dict) else None
+        return found if type(found) is int and found >= 0 else 0
+
 
 def is_own(name: str) -> bool:
     """Tell whether a name among a snapshot's extras is lightck's own, which no user gave."""

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import lightck
+from lightck.examine import kept
 from lightck.policy import AtSteps, EveryEpochs, EverySteps
 from support import faults
 from support.loops import Loop, adam_loop, mlp, of_stored, steps_at
@@ -410,3 +411,21 @@ def test_a_snapshot_for_which_readers_leave_no_slot_is_an_error_and_no_wait(run_
             handle.snapshot().result(250)
         del held
         assert handle.snapshot().result(250) == 3
+
+
+@pytest.mark.parametrize("again", ["restored", "attached again"])
+def test_epochs_are_counted_over_all_lives(run_dir: Path, again: str) -> None:
+    loop = adam_loop()
+    for life in range(2):
+        if life and again == "restored":
+            loop = adam_loop()
+            lightck.restore(loop.model, list(loop.optimizers), run_dir)
+        with attach(loop, run_dir, policy=EveryEpochs(2), keep="every 1 epochs") as handle:
+            for _ in range(3):
+                for _ in range(2):
+                    loop.run(1)
+                    handle.wait()
+                handle.epoch()
+    # The first step behind the second epoch and behind the fourth, and at each life's end the last.
+    assert {5, 6, 9, 12} >= {*steps_at(run_dir)} >= {9, 12}
+    assert {each["step"]: each["epoch"] for each in kept(run_dir)} == {12: 6, 9: 4, 6: 3, 5: 2}
