@@ -153,7 +153,7 @@ def restore(
 
     Args:
         model: a module, or several.
-        optimizer: one or several; their order does not matter.
+        optimizer: one or several, in any order; over tensors of no module in that of `attach`.
         path: as for `attach`.
         *more: nothing; further arguments are given by name.
         extras: the objects given to `attach` under the same names.

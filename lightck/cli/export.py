@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import pickle
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -64,8 +66,9 @@ def run(arguments: argparse.Namespace) -> int:
     path = with_history(arguments.path, arguments.step)
     rows_at(path, arguments.step, whole=True)
     files = region_files(path)
-    if any(out.resolve() == where.file.resolve() for where in files):
-        raise Refusal(f"{out} is the region itself")
+    is_one = any(out.resolve() == where.file.resolve() for where in files)
+    if is_one or out.suffix in (".lck", ".obj"):
+        raise Refusal(f"{out} is a region, or has a region's name")
     writers: dict[str, Callable[..., tuple[int, list[str]]]]
     writers = {"safetensors": _safetensors, "torch": _torch}
     with replaced(out, force=arguments.force) as draft:
@@ -142,7 +145,15 @@ def _torch(arguments: argparse.Namespace, draft: Path) -> tuple[int, list[str]]:
         "extras": plain(state["extras"], "extras", notes),
     }
     torch.save(document, draft)
-    torch.load(draft, weights_only=True, mmap=True)  # check that users can load it
+    try:
+        torch.load(draft, weights_only=True, mmap=True)  # check that users can load it
+    except pickle.UnpicklingError as error:
+        why = re.search(r"WeightsUnpickler error: (.*)", str(error))
+        raise Refusal(
+            "torch's weights_only loader would not take this file"
+            f" ({why[1] if why else 'an object that it does not know'}): an extra holds what it"
+            " refuses; --format safetensors takes the tensors, lightck.load everything"
+        ) from error
     return state["step"], notes
 
 

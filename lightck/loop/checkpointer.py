@@ -8,6 +8,7 @@ guards what a waiter's thread touches, too. A save that ends the process pauses 
 
 from __future__ import annotations
 
+import logging
 import sys
 import threading
 import time
@@ -79,6 +80,10 @@ class TrainingPause:
             self._over.wait(min(left_s, _LOOK_S))
 
 
+_OTHERS = 100
+"""Updates of other parameters behind which no step of the model's own is told."""
+
+
 # ---- the loop ------------------------------------------------------------------------------------
 
 
@@ -127,6 +132,8 @@ class Checkpointer:
     none has run yet: buffers are then taken at the step's end, in case the next one goes unseen,
     too."""
     _warned: bool = False
+    _others: int = 0
+    """Updates by optimizers of other parameters."""
     buffers: list[int] | None = None
     """The buffers' version counters when this forward began, empty if their values are kept; None
     before the forward."""
@@ -148,6 +155,7 @@ class Checkpointer:
         """Fence an update: wait until what this optimizer changes has been copied."""
         index = self._index(optimizer)
         if index is None:
+            self._tell_of_others(optimizer)
             return
         self._tick()
         if not self.steps.settled and self.steps.counts[index] > self.steps.step:
@@ -543,6 +551,19 @@ class Checkpointer:
         if not self.watched.owns(optimizer):
             return None
         return self.add_optimizer(optimizer)
+
+    def _tell_of_others(self, optimizer: Optimizer) -> None:
+        """Tell, once, that others step and this model's optimizers have not: it may be another."""
+        self._others += 1
+        if self.enabled and self._others == _OTHERS and not self.due_check.began:
+            event(
+                "no_step_seen",
+                logging.WARNING,
+                why=f"{type(optimizer).__name__} has made {_OTHERS} updates, of parameters that the"
+                " model given to attach has not, and none of that model's was seen: nothing is"
+                " saved. Attach again if the model or its optimizer was made anew (a notebook's"
+                " cell); give attach an optimizer over tensors that are in no module",
+            )
 
     def add_optimizer(self, optimizer: Optimizer) -> int:
         """Add an optimizer that was found at its first step."""

@@ -326,8 +326,24 @@ def test_export_never_replaces_the_region(trained: Trained, capsys: Any) -> None
     before = trained.file.read_bytes()
     where = str(trained.path)
     assert main(["export", "--force", "--format", "torch", where, str(trained.file)]) == 2
-    assert "region itself" in capsys.readouterr().err
+    assert "is a region" in capsys.readouterr().err
     assert trained.file.read_bytes() == before
+    other = trained.path / "history" / "step-1" / trained.file.name
+    assert main(["export", "--force", "--format", "torch", where, str(other)]) == 2
+    assert "has a region's name" in capsys.readouterr().err
+
+
+def test_torch_export_of_what_its_loader_refuses_is_told(
+    region_dir: Path, tmp_path: Path, capsys: Any
+) -> None:
+    model, extras = torch.nn.Linear(2, 2), {"d": {"dates": np.datetime64("2026-11-29")}}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with lightck.attach(model, optimizer, region_dir / "run", extras=extras):
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+    assert main(["export", str(region_dir / "run"), str(tmp_path / "state.pt")]) == 2
+    assert "--format safetensors takes the tensors" in capsys.readouterr().err
+    assert os.listdir(tmp_path) == []
 
 
 def test_what_cannot_be_mapped_privately_is_copied(

@@ -429,3 +429,19 @@ def test_epochs_are_counted_over_all_lives(run_dir: Path, again: str) -> None:
     # The first step behind the second epoch and behind the fourth, and at each life's end the last.
     assert {5, 6, 9, 12} >= {*steps_at(run_dir)} >= {9, 12}
     assert {each["step"]: each["epoch"] for each in kept(run_dir)} == {12: 6, 9: 4, 6: 3, 5: 2}
+
+
+def test_a_model_that_was_made_anew_behind_attach_is_told(
+    run_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A notebook's cell that is run again does that."""
+    loop, again = adam_loop(), adam_loop()
+    with attach(loop, run_dir) as handle:
+        again.run(99)
+        assert "no_step_seen" not in caplog.text
+        again.run(2)
+        assert caplog.text.count("no_step_seen") == 1
+        assert handle.step == 0
+        loop.run(1)
+        again.run(200)
+        assert caplog.text.count("no_step_seen") == 1

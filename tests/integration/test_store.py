@@ -474,7 +474,7 @@ def test_an_item_of_a_history_is_read_by_a_store_and_not_written(run_dir: Path) 
 
 
 def test_a_future_that_nobody_asks_comes_to_its_end(region_dir: Path) -> None:
-    """As a callback, `as_completed` and asyncio wait."""
+    """A callback, `as_completed` and asyncio wait so."""
     called: list[int] = []
     with lightck.Store(region_dir / "store") as store:
         future = store.save(full(3), 3, wait=False)
