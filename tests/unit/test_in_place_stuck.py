@@ -1,7 +1,9 @@
-"""Works that never end, as gloo leaves them where a connection breaks amid a message."""
+"""Connections that break: works that never end, as gloo leaves them, and what is cut."""
 
 from __future__ import annotations
 
+import contextlib
+import socket
 import threading
 import time
 from datetime import timedelta
@@ -10,10 +12,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from lightck.errors import CoordinationError
 from lightck.inplace.communicator import Communicator
 from lightck.inplace.generations import Generation, Generations
+from lightck.inplace.link import Link
 from lightck.inplace.operations import Operation, State
 from lightck.inplace.plan import Description, Plan
 from lightck.inplace.recovery import InPlaceRecovery, _Newer, _Recovering
@@ -125,3 +129,26 @@ def test_an_end_that_comes_as_the_time_is_over_is_no_failure() -> None:
     assert operation.state is State.COMPLETE
     assert not communicator.suspicion
     communicator.end("the test is over")
+
+
+def test_a_cut_ends_connections_and_no_pipe_that_another_thread_has_made(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with contextlib.ExitStack() as opened:
+        sockets: list[socket.socket] = []
+
+        def gloo(*_: Any) -> None:
+            server = socket.create_server(("127.0.0.1", 0))
+            sockets.extend([server, socket.create_connection(server.getsockname())])
+            sockets.extend([server.accept()[0], *socket.socketpair()])
+            for each in sockets:
+                opened.enter_context(each)
+                each.settimeout(60.0)
+
+        monkeypatch.setattr(dist, "ProcessGroupGloo", gloo)
+        store = SimpleNamespace(set_timeout=lambda _: None)
+        Link(store, 0, 2, timedelta(seconds=60)).cut()
+        _, _, accepted, one, other = sockets
+        assert accepted.recv(1) == b"", "cut"
+        one.send(b".")
+        assert other.recv(1) == b"."
