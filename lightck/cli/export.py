@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import pickle
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -147,12 +146,13 @@ def _torch(arguments: argparse.Namespace, draft: Path) -> tuple[int, list[str]]:
     torch.save(document, draft)
     try:
         torch.load(draft, weights_only=True, mmap=True)  # check that users can load it
-    except pickle.UnpicklingError as error:
+    except Exception as error:  # of a module that nothing here may import
         why = re.search(r"WeightsUnpickler error: (.*)", str(error))
+        if why is None:
+            raise
         raise Refusal(
-            "torch's weights_only loader would not take this file"
-            f" ({why[1] if why else 'an object that it does not know'}): an extra holds what it"
-            " refuses; --format safetensors takes the tensors, lightck.load everything"
+            f"torch's weights_only loader would not take this file ({why[1]}): an extra holds what"
+            " it refuses; --format safetensors takes the tensors, lightck.load everything"
         ) from error
     return state["step"], notes
 

@@ -15,7 +15,7 @@ from torch import nn
 
 import lightck
 from lightck.journal.entry import decode_entry
-from lightck.policy import Auto
+from lightck.policy import AtSteps, Auto
 from lightck.region.native_region import FENCE, FORWARD, STEP_END
 from lightck.state import boundary_blob, boundary_codec, extras, rng
 from lightck.state.extras import POLICY
@@ -28,11 +28,9 @@ STEADY = 3
 """Steps after which everything that can be kept is."""
 
 
-class Never:
-    """A policy by which no step is ever due."""
-
-    def due(self, moment: Any) -> bool:
-        return False
+def Never() -> AtSteps:  # noqa: N802
+    """Return a policy by which no step is ever due, and that counts no epochs."""
+    return AtSteps([1 << 40])
 
 
 class Noted(nn.Module):

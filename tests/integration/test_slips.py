@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import logging
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
@@ -114,19 +115,21 @@ def test_a_slipped_snapshot_is_made_at_the_next_step_due_or_not(
     loop.check(run_dir, [8, 14])
 
 
-def test_a_future_waits_out_a_slip(run_dir: Path) -> None:
+def test_a_future_of_a_boundary_waits_out_a_slip(run_dir: Path) -> None:
     loop = adam_loop()
     handle = lightck.attach(loop.model, list(loop.optimizers), run_dir, slots=2)
     loop.run(3)
     handle.wait()
     held = lightck.load(run_dir, 1)
-    future = handle.snapshot()  # step 3: no slot
+    futures: list[Future[int]] = []
+    loop.run(1, lambda _: futures.append(handle.snapshot()))  # for step 4: no slot
     loop.run(1)
+    (future,) = futures
     assert not future.done()
     del held
     gc.collect()
     loop.run(2)
-    assert future.result(timeout=100) == 4
+    assert future.result(timeout=100) == 5
     handle.detach()
 
 
