@@ -243,3 +243,32 @@ def test_what_a_rank_says_has_room_in_one_message() -> None:
 
     assert len(json.dumps(said, separators=(",", ":"))) <= MAX_BYTES
     assert RankView.from_message(seen.to_message()).offers == seen.offers[:16]
+
+
+def test_of_as_many_ranks_of_two_timelines_the_one_with_the_newer_snapshot_counts() -> None:
+    """A life that ended before its first snapshot is nobody's ancestor."""
+    ended = lineage(T2, (T1, 8), world=2)
+    went_on = replace(lineage(T3, (T1, 8), world=2), newest_ns=5)
+    assert ruling_lineage([ended, went_on]).head == ruling_lineage([went_on, ended]).head == T3
+
+
+def test_a_region_that_cannot_be_read_and_is_not_needed_stops_nobody() -> None:
+    """The rank puts the snapshot together from other regions."""
+    broken = replace(view(8), unreadable="RegionFormatError: truncated")
+    assert decide([view(8), broken]).key == Key(T1, 8, 2)
+    lacks = replace(view(), unreadable="RegionFormatError: truncated", scanned_all=True)
+    with pytest.raises(CoordinationError, match=r"no rank can restore: rank 1: RegionFormatError"):
+        decide([replace(view(8), scanned_all=True), lacks])
+
+
+def test_a_step_is_healed_as_of_the_instant_that_every_rank_has_that_has_it() -> None:
+    def both(**flags: bool) -> RankView:
+        return marked(marked(view(8, 2, world=3), 2, alike=True), 8, alike=True, **flags)
+
+    lacks = view(2, world=3)
+    choice = decide([both(early=True), both(early_too=True), marked(lacks, 2, alike=True)])
+    assert (choice.key, choice.early, choice.heals) == (Key(T1, 8, 3), True, ((2, 0),))
+    choice = decide([both(early=True), both(), marked(lacks, 2, alike=True)])
+    assert choice.key == Key(T1, 2, 3)
+    choice = decide([both(early_too=True), both(), marked(lacks, 2, alike=True)])
+    assert (choice.key, choice.early) == (Key(T1, 8, 3), False)

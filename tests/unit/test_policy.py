@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from lightck.distributed.commit.distributed_barrier import policy_text
 from lightck.errors import ConfigError
 from lightck.policy import (
     AllOf,
@@ -249,3 +250,15 @@ def test_hybrid_waits_for_the_first_cost_and_for_the_medium() -> None:
     policy = Hybrid(mtbf_s=36, unrecoverable=0.25)
     assert _hybrid_due_steps(policy, 30) == [1]
     assert _hybrid_due_steps(policy, 30, cost_s=0.0, persist_s=10.0) == [1, 11, 21]
+
+
+def test_a_policy_of_the_user_s_has_the_same_text_in_every_process() -> None:
+    """Ranks compare them, and an address would differ."""
+
+    class Mine:
+        def due(self, moment: Moment) -> bool:
+            return False
+
+    text = policy_text(EverySteps(500) | Mine())
+    assert text == policy_text(EverySteps(500) | Mine())
+    assert "Mine" in text and "0x" not in text

@@ -10,6 +10,7 @@ No collective is used, and the training thread waits for neither thread, but in 
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections import deque
@@ -142,7 +143,7 @@ class DistributedBarrier:
             world=self._ranks.world,
             path=self._region.place.common,
             slots=self._config.slots,
-            policy=_policy_text(self._config.policy),
+            policy=policy_text(self._config.policy),
             step=self._calendar.start,
             restored=restored,
         )
@@ -632,7 +633,9 @@ class DistributedBarrier:
             self._divergence.suspect(step, differed)
 
 
-def _policy_text(policy: Policy) -> str:
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+
+
+def policy_text(policy: Policy) -> str:
     """Describe a policy with a text that is the same in every process: no addresses."""
-    kind = type(policy)
-    return kind.__qualname__ if kind.__repr__ is object.__repr__ else repr(policy)
+    return _ADDRESS.sub("", repr(policy))  # of a user's own, also within a combination

@@ -52,6 +52,7 @@ class Lineage:
         world: number of ranks that write the newest timeline, as far as is known.
         run: the run id of the region, in hexadecimal.
         where: the name of the region, for messages.
+        newest_ns: the wall time of its newest whole snapshot; 0: it has none.
     """
 
     head: int
@@ -59,6 +60,7 @@ class Lineage:
     world: int = 1
     run: str = ""
     where: str = ""
+    newest_ns: int = 0
 
     @property
     def timelines(self) -> tuple[int, ...]:
@@ -83,8 +85,9 @@ def ruling_lineage(lineages: Sequence[Lineage]) -> Lineage:
     A rank that died between the others' attach and its own is one timeline behind: its newest
     timeline is an ancestor of theirs. Newest timelines that are not ancestors of each other mean
     regions that were missing during whole attaches; then the timeline counts of which the largest
-    part of its ranks is present. An ancestor counts up to its branch point: the last step of it
-    that a region of the newest timeline still keeps.
+    part of its ranks is present, and of two of which that is the same the one with the newer
+    snapshot: a life that ended before its first one is nobody's ancestor. An ancestor counts up to
+    its branch point: the last step of it that a region of the newest timeline still keeps.
 
     Raises:
         CoordinationError: regions of two jobs are mixed.
@@ -97,13 +100,16 @@ def ruling_lineage(lineages: Sequence[Lineage]) -> Lineage:
     if len({each.head for each in heads}) > 1:
         _must_be_one_job(heads)
     votes = Counter(each.head for each in heads)
-    ahead = max(heads, key=lambda each: (votes[each.head] / each.world, votes[each.head]))
+    newest = {each.head: 0 for each in heads}
+    for each in heads:
+        newest[each.head] = max(newest[each.head], each.newest_ns)
+    ahead = max(heads, key=lambda e: (votes[e.head] / e.world, votes[e.head], newest[e.head]))
     alike = [each for each in heads if each.head == ahead.head]
     limits: dict[int, int] = {}
     for each in sorted(alike, key=lambda each: -len(each.ancestors)):
         for timeline, step in each.ancestors:
             limits[timeline] = max(step, limits.get(timeline, _UNKNOWN))
-    return Lineage(ahead.head, tuple(limits.items()), ahead.world, ahead.run, ahead.where)
+    return replace(ahead, ancestors=tuple(limits.items()), newest_ns=newest[ahead.head])
 
 
 def branch_points(ancestors: Collection[int], kept: Collection[tuple[int, int]]) -> list[int]:
@@ -162,6 +168,7 @@ class SnapshotOffer:
         alike: the snapshot states that every rank held the same parameters and optimizer state, so
             that any rank that offers it can send them to any other.
         size: bytes of all tensors, as this rank has them.
+        early_too: it has an early one, too.
     """
 
     key: Key
@@ -169,16 +176,19 @@ class SnapshotOffer:
     suspect: bool = False
     alike: bool = False
     size: int = 0
+    early_too: bool = False
 
     def to_message(self) -> list[int]:
         """Encode it for JSON."""
-        return [*self.key, self.early | self.suspect << 1 | self.alike << 2, self.size]
+        flags = self.early | self.suspect << 1 | self.alike << 2 | self.early_too << 3
+        return [*self.key, flags, self.size]
 
     @classmethod
     def from_message(cls, message: list[int]) -> SnapshotOffer:
         """Decode the result of `to_message`."""
         flags, size = message[3:]
-        return cls(Key(*message[:3]), bool(flags & 1), bool(flags & 2), bool(flags & 4), size)
+        early, suspect, alike, early_too = (bool(flags & 1 << bit) for bit in range(4))
+        return cls(Key(*message[:3]), early, suspect, alike, size, early_too)
 
 
 @dataclass(frozen=True, slots=True)
@@ -323,10 +333,9 @@ def plan_healing(key: Key, views: Sequence[RankView]) -> HealingPlan | str:
     apart = [rank for rank, offer in offers.items() if not offer.alike]
     if apart:
         return f"as rank(s) {named(apart)} have it, it is not replicated on every rank"
-    instants = {offer.early for offer in offers.values()}
-    if len(instants) > 1:
+    early = any(offer.early for offer in offers.values())
+    if early and not all(offer.early or offer.early_too for offer in offers.values()):
         return "the ranks that have it have it of two instants, before and at the forward"
-    early = instants.pop()
     lacking = [rank for rank in range(len(views)) if rank not in offers]
     # A rank beyond the former world uses another rank's own state in any case.
     bare = [r for r in lacking if r < key.world and (key, early) not in views[r].local_states]
@@ -427,7 +436,7 @@ def decide(views: Sequence[RankView]) -> Choice:
         chosen = healed = None  # to begin anew costs one step, and every rank has its own state
     newer = counting[: counting.index(chosen)] if chosen in counting else counting
     problems += [_not_whole(key, views, plans[key]) for key in newer if key in plans]
-    _must_be_readable(views, healed)
+    _must_be_readable(views, chosen, healed)
     return Choice(
         chosen,
         why,
@@ -460,15 +469,21 @@ def _not_whole(key: Key, views: Sequence[RankView], planned: HealingPlan | str) 
     return f"step {key.step}: not whole, missing on rank(s) {named(lacking)}{why}"
 
 
-def _must_be_readable(views: Sequence[RankView], healed: HealingPlan | None) -> None:
-    """Check that a region that cannot be opened belongs to a rank that is given what it lacks.
+def _must_be_readable(
+    views: Sequence[RankView], chosen: Key | None, healed: HealingPlan | None
+) -> None:
+    """Check that a region that cannot be opened is of a rank that needs nothing of it.
+
+    It is given the snapshot, or puts it together from other regions.
 
     Raises:
         CoordinationError: names the ranks whose regions cannot be read, and why.
     """
     given = healed.lacking if healed else ()
     unread = [
-        (r, view.unreadable) for r, view in enumerate(views) if view.unreadable and r not in given
+        (r, view.unreadable)
+        for r, view in enumerate(views)
+        if view.unreadable and r not in given and not (chosen and view.offer(chosen))
     ]
     if unread:
         told = "; ".join(f"rank {rank}: {why}" for rank, why in unread[:_LISTED])

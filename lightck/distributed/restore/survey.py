@@ -84,12 +84,14 @@ class SurveyedRegion:
         kept = [(c.record.timeline, c.record.step) for c in self.recovery.candidates]
         ancestors = [timeline for timeline, _ in info.lineage]
         worlds = [c.record.world for c in self.recovery.candidates]
+        of_newest = [c for c in self.recovery.candidates if c.record.timeline == info.timeline]
         return Lineage(
             info.timeline,
             tuple(zip(ancestors, branch_points(ancestors, kept), strict=True)),
             worlds[0] if worlds else info.world,
             info.run_id.hex(),
             self.region.place.file.name,
+            max((c.record.wall_time_ns for c in of_newest), default=0),
         )
 
 
@@ -361,7 +363,9 @@ class RegionSurvey:
     def _offer(self, key: Key, found: AssembledSnapshot) -> SnapshotOffer:
         alike = self.world > 1 and found.replica is not None
         size = sum(e.length for e in found.entries)
-        return SnapshotOffer(key, found.early, found.suspect, alike, size)
+        other = self.assembled(key, early=True) if alike and not found.early else ""
+        early_too = isinstance(other, AssembledSnapshot) and other.early
+        return SnapshotOffer(key, found.early, found.suspect, alike, size, early_too)
 
     def _told_to_others(
         self, offered: set[Key], step: int | None
