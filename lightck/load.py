@@ -20,7 +20,13 @@ from lightck.distributed.rendezvous import Rendezvous, meeting
 from lightck.distributed.restore.protocol import RestoreAttempt, restore_attempts
 from lightck.distributed.restore.selection import Key
 from lightck.distributed.restore.survey import RegionSurvey
-from lightck.errors import ConfigError, CorruptSnapshotError, NoSnapshotError, StateError
+from lightck.errors import (
+    ConfigError,
+    CorruptSnapshotError,
+    NoSnapshotError,
+    RegionBusyError,
+    StateError,
+)
 from lightck.events import event
 from lightck.reader.assembly import AssembledSnapshot, RegionPart, Snapshot
 from lightck.reader.fill import empty_tensor
@@ -36,6 +42,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 _NAMED = 8
+_MAP_NORESERVE = 0x4000  # most of a mapping is never written: a region may be larger than memory
 region_files = select.region_files
 
 
@@ -336,9 +343,10 @@ def _complete_rows(part: RegionPart, snapshot: Snapshot) -> list[int]:
 
 def _mapping(region: Region) -> _Mapping:
     with location.opened(region.place, writable=False) as (fd, _):
-        return _Mapping(
-            fd, region.info.size, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE
-        )
+        if not region.is_of(fd):  # what was verified and leased is another file
+            raise RegionBusyError(f"{region.place.file} was replaced while it was read; try again")
+        flags, prot = mmap.MAP_PRIVATE | _MAP_NORESERVE, mmap.PROT_READ | mmap.PROT_WRITE
+        return _Mapping(fd, region.info.size, flags=flags, prot=prot)
 
 
 def _over(mapping: _Mapping, entry: Entry, offset: int) -> torch.Tensor:

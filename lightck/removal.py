@@ -81,8 +81,8 @@ def prune(path: str | os.PathLike[str], keep: Keep) -> list[RunFile]:
     """
     removed = []
     for each in _unkept(path, keep):
-        with contextlib.ExitStack() as held:
-            files = _of_item(each, held)
+        with contextlib.ExitStack() as held, contextlib.suppress(FileNotFoundError):
+            files = _of_item(each, held)  # unless a trainer has removed it meanwhile
             item.remove(each)
             removed += files
     return removed

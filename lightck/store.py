@@ -431,7 +431,8 @@ class _Writer:
 
     def _committed(self, pipeline: Pipeline, snapshot: InflightSnapshot) -> None:
         """Tell that a snapshot is committed. This is the one place where all of them come by."""
-        self._publish(pipeline)
+        with suppress(LightckError):  # another thread may have closed the store meanwhile
+            self._publish(pipeline)
         region = pipeline.region
         event("committed", logging.DEBUG, step=snapshot.step, survives=region.survives)
         for future in snapshot.futures:

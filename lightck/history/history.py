@@ -247,7 +247,10 @@ class History:
             else:
                 new = Kept(step, time.time(), 0, dict(self._metrics[step]))
                 if self._alone and not self._keeps_for_metrics(new):
-                    self._wanted.discard(step)
+                    if step in self._wanted:  # for what was reported before, which is described
+                        self._wanted.discard(step)
+                        self._unkept.add(step)
+                        self._state.notify_all()
                     return False
                 self._wanted.add(step)
             has = known is not None or self._offer_newest(step)
@@ -406,7 +409,8 @@ class History:
         chooses = self._choice is not None and self._choice.chooses
         with contextlib.suppress(LightckError):
             while chooses and time.monotonic() < deadline:
-                if all(e.is_whole for e in item.every_item(self._where.path)):
+                items = item.every_item(self._where.path)
+                if all(each.is_whole for each in items) or items[-1].is_whole:
                     self._prune()
                     return
                 time.sleep(_POLL_S)
@@ -504,12 +508,17 @@ class History:
         """Remove the items that are no longer kept. A failure is an event; the next prune tries."""
         with self._state:
             branch = self._branch
-        whole = [each for each in item.every_item(self._where.path) if each.is_whole]
+        items = item.every_item(self._where.path)
+        whole = [each for each in items if each.is_whole]
         there = [each.kept for each in whole]
         every = {each.step for each in there}
         chosen = self._asked(lambda: steps_to_keep(self.keep, there), otherwise=every)
         for each in whole:
             if each.kept.step not in chosen:
+                item.remove(each)
+        # Every rank copies in the order of the steps: what it has not copied before, it never will.
+        for each in items if whole and not self._alone else ():
+            if not each.is_whole and each.kept.step < whole[-1].kept.step:
                 item.remove(each)
         with self._state:
             if branch != self._branch:

@@ -12,6 +12,7 @@ or absent. To remove an item is to rename its folder first, so that no half of o
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import math
 import os
@@ -40,6 +41,8 @@ _NO_DESCRIPTION = (
     *(ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RecursionError),
 )
 """The errors that a text meets on its way to a description, if it is none."""
+_NOT_THERE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EISDIR, errno.ENXIO)
+"""The errors of what is no file, or not there."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +57,7 @@ class Item:
     @property
     def is_whole(self) -> bool:
         """Return whether each rank's file is there."""
-        return all((self.folder / _file(rank)).exists() for rank in self.ranks)
+        return all(_is_there(self.folder / _file(rank)) for rank in self.ranks)
 
 
 def folder_of(run: Path) -> Path:
@@ -139,11 +142,30 @@ def _names(folder: Path) -> list[str]:
 
 def _read(folder: Path, step: int) -> Item:
     held, ranks = {}, (0,)
-    with contextlib.suppress(OSError, *_NO_DESCRIPTION):
-        held = _checked(_content(folder / DESCRIPTION), step)
-        ranks = held.pop("ranks")
-    pinned = (folder / PIN).exists()
+    try:
+        with contextlib.suppress(*_NO_DESCRIPTION):
+            held = _checked(_content(folder / DESCRIPTION), step)
+            ranks = held.pop("ranks")
+    except OSError as error:
+        if error.errno not in _NOT_THERE:  # nothing is chosen by what cannot be read just now
+            raise RegionError(f"{folder}: cannot read {DESCRIPTION}: {error.strerror}") from error
+    pinned = _is_there(folder / PIN)
     return Item(folder, Kept(**{"step": step, "time_s": 0.0, **held, "pinned": pinned}), ranks)
+
+
+def _is_there(file: Path) -> bool:
+    """Tell whether there is a file.
+
+    Raises:
+        RegionError: that cannot be told just now.
+    """
+    try:
+        os.lstat(file)
+    except OSError as error:
+        if error.errno in _NOT_THERE:
+            return False
+        raise RegionError(f"{file}: cannot look whether it is there: {error.strerror}") from error
+    return True
 
 
 def _content(file: Path) -> Any:

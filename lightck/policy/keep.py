@@ -278,7 +278,8 @@ class Within(CombinableKeep):
 
     def keep(self, kept: Sequence[Kept]) -> frozenset[int]:
         """Return the steps of that time; see `Keep.keep`."""
-        since = max((each.time_s for each in kept), default=0.0) - self.seconds
+        newest = max(kept, key=lambda each: each.step, default=None)  # a clock may have been ahead
+        since = (newest.time_s if newest is not None else 0.0) - self.seconds
         return frozenset(each.step for each in kept if each.time_s >= since)
 
     def __str__(self) -> str:
@@ -395,7 +396,7 @@ def _best(words: Sequence[str]) -> Keep:
     *before, metric = words or [""]
     n = int(before.pop(0)) if before and before[0].isdecimal() else 1
     mode = before.pop(0) if before and before[0] in ("min", "max") else "min"
-    if before or not metric:
+    if before or not metric or metric.isdecimal() or metric in ("min", "max"):
         found = " ".join(words)
         raise ConfigError(f"'best' is followed by {found!r}; allowed: {_ALLOWED}")
     return Best(n, metric, mode)

@@ -357,6 +357,12 @@ class Region:
             raise RegionBusyError(f"{where.file} was removed while it was opened; try again")
         return found
 
+    def is_of(self, fd: int) -> bool:
+        """Return whether a descriptor is of this region's file."""
+        if self.place.is_device or self._file is None:
+            return True
+        return os.path.samestat(os.fstat(fd), self._file)
+
     @property
     def is_in_place(self) -> bool:
         """Return whether the path still leads to the file of this region."""

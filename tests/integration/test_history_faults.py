@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import os
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,8 +18,8 @@ import lightck
 from lightck.cli.main import main
 from lightck.errors import ConfigError, NoSnapshotError
 from lightck.history import history, item
-from lightck.policy.keep import Kept
-from lightck.region import snapshot_copy
+from lightck.policy.keep import Kept, Newest
+from lightck.region import location, snapshot_copy
 from support import internals
 from support.histories import check_items, kept_steps, metrics_at, restored_from, settle, state
 from support.loops import adam_loop, attach
@@ -336,3 +339,65 @@ def test_a_store_whose_region_is_lost_gives_the_newest_of_its_history(run_dir: P
         file.unlink()
     store = lightck.Store(run_dir)
     assert store.steps() == [2, 1] and store.load() == {"value": 2}
+
+
+@pytest.mark.parametrize("name", ["open", "lstat"])
+def test_what_cannot_be_read_just_now_costs_no_item(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """An error of the medium says nothing of an item's metrics, nor that it is not there."""
+    with lightck.Store(run_dir, keep="newest 1 or best loss") as store:
+        for step, loss in ((1, 0.1), (2, 0.5)):
+            store.save(full(step), step, metrics={"loss": loss}).result()
+    assert kept_steps(run_dir) == [1, 2]
+    real, failed = getattr(os, name), []
+
+    def failing(path: Any, *more: Any, **others: Any) -> Any:
+        if "step-1" in str(path) and not failed:
+            failed.append(path)
+            raise OSError(errno.EIO, os.strerror(errno.EIO), path)
+        return real(path, *more, **others)
+
+    monkeypatch.setattr(os, name, failing)
+    with pytest.raises(lightck.RegionError, match=r"step-1.*: Input/output error"):
+        item.every_item(run_dir)
+    failed.clear()
+    with (
+        contextlib.suppress(lightck.LightckError),
+        lightck.Store(run_dir, keep="newest 1 or best loss") as store,
+    ):
+        store.save(full(3), 3, metrics={"loss": 0.7}).result()
+    monkeypatch.undo()
+    assert failed and 1 in kept_steps(run_dir)
+
+
+def test_a_metric_that_is_corrected_does_not_come_back(run_dir: Path) -> None:
+    loop = adam_loop()
+    with attach(run_dir, loop, policy=1, keep="best loss", placement="direct") as handle:
+        for loss in (0.5, 0.1):
+            loop.run(1)
+            handle.report(loss=loss)
+            handle.report(loss=0.5 if loss == 0.5 else 0.9)
+            settle(handle)
+    with attach(run_dir, loop, policy=1, keep="best loss", placement="direct") as handle:
+        loop.run(1)
+        settle(handle)
+    assert metrics_at(run_dir)[1] == {"loss": 0.5}
+
+
+def test_what_one_rank_has_not_copied_is_removed_behind_the_next_that_all_have(
+    run_dir: Path,
+) -> None:
+    saved(run_dir, {1: 1.0}, keep=None)
+    choice: Any = SimpleNamespace(chooses=True, decide=lambda *_: None, decided=lambda _: None)
+    place = location.locate(run_dir, 0, create=False)
+    kept = history.History(place, Newest(1), ranks=(0, 1))
+    kept.begin(choice=choice)
+    for step, ranks in ((2, (0,)), (4, (1,)), (6, (0, 1)), (7, (0,))):
+        where = item.make_place(run_dir, step, 0)
+        item.describe(where, Kept(step, float(step)), (0, 1))
+        for rank in ranks:
+            (where.path / f"region-{rank:05d}.lck").touch()
+    kept._prune()
+    assert [each.kept.step for each in item.every_item(run_dir)] == [6, 7]
+    kept.close(0.0)

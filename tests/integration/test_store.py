@@ -7,6 +7,7 @@ import concurrent.futures
 import gc
 import io
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -493,3 +494,22 @@ def test_a_store_stays_where_it_was_made_wherever_the_process_goes(
         store.save(full(2), 2)
         assert sorted(store.steps()) == [1, 2]
     assert (region_dir / "store").is_dir()
+
+
+def test_what_is_mapped_is_the_file_that_was_verified(
+    region_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("one", "other"):
+        with lightck.Store(region_dir / name) as store:
+            store.save(full(1 if name == "one" else 2), 1)
+    file = region_dir / "one" / "region-00000.lck"
+    real, other = location.opened, region_dir / "other" / "region-00000.lck"
+
+    def replaced(place: location.Location, *, writable: bool) -> Any:
+        if other.exists() and sys._getframe(1).f_code.co_name == "_mapping":
+            os.replace(other, file)
+        return real(place, writable=writable)
+
+    monkeypatch.setattr(location, "opened", replaced)
+    held = lightck.load(region_dir / "one")["extras"]["state"]  # read anew, all of it
+    assert number_of(held) == 2 and not other.exists()

@@ -56,6 +56,11 @@ def test_within_counts_back_from_the_newest_item() -> None:
     assert Within(5).keep(items(1, 10, 15, 20)) == {15, 20}
 
 
+def test_a_clock_that_was_ahead_keeps_nothing_out() -> None:
+    ahead = [Kept(1, 100.0), Kept(2, 9e9), Kept(3, 200.0), Kept(4, 210.0)]
+    assert Within(60).keep(ahead) == {2, 3, 4}
+
+
 def test_steps_keeps_those_and_no_other() -> None:
     assert Steps(5, 9).keep(items(1, 5)) == {5}
 
@@ -194,6 +199,9 @@ def test_the_setting_comes_from_every_source(
         ("newest x", "newest"),
         ("newest 1 2", "newest"),
         ("best", "best"),
+        ("best 2", "best"),
+        ("best max", "best"),
+        ("best 3 min", "best"),
         ("every 3", "every"),
         ("every 3 weeks", "every"),
         ("or newest", "missing"),
