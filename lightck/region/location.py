@@ -340,6 +340,11 @@ def created(place: Location, *, replaces: bool = False) -> Iterator[tuple[int, i
                 os.unlink(draft)
         except (FileExistsError, FileNotFoundError) as error:
             raise RegionBusyError(f"{place.file} was made by another process") from error
+        except OSError as error:  # a file system without hard links (exFAT, some of FUSE's)
+            raise RegionError(
+                f"{place.file}: cannot be put in its place: {error.strerror}; take a file system"
+                " with hard links"
+            ) from error
         sync_folder(place.path)
 
 

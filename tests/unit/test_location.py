@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import os
 import signal
 import stat
@@ -100,6 +101,19 @@ def test_a_region_that_is_there_is_never_replaced(region_dir: Path) -> None:
         pass
     assert where.file.read_bytes() == b"first"
     assert list(region_dir.iterdir()) == [where.file]
+
+
+def test_a_file_system_without_hard_links_is_told(
+    region_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(os, "link", refuse)
+    where = location.locate(region_dir, 0, create=True)
+    with pytest.raises(RegionError, match="not permitted; take a file"), location.created(where):
+        pass
+    assert not list(region_dir.iterdir())
 
 
 def test_the_two_descriptors_are_of_one_file_and_carry_locks_of_their_own(
