@@ -112,7 +112,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return int(import_module("lightck.cli.run").main(words[1:]))
         arguments = _parser(chosen).parse_args(words)
         code: int = arguments.run(arguments)
-        sys.stdout.flush()
+        if sys.stdout is not None:  # closed, as by a daemon
+            sys.stdout.flush()
         return code
     except SystemExit as done:  # argparse: --help, --version, wrong usage
         return done.code if isinstance(done.code, int) else OK

@@ -149,7 +149,10 @@ class ResumableSampler(Sampler[int], data_loaders.Telling):
         epoch += self._passed
         begun = self._pass is not None and self._pass.given > 0
         if begun or epoch != self._epoch:
-            self._epoch, self._consumed, self._pass = int(epoch), 0, None
+            waits = None if self._pass is None or self._pass.started else self._pass
+            if waits is not None:  # its iterator gives this epoch's: Lightning makes none for it
+                waits.epoch, waits.start = int(epoch), 0
+            self._epoch, self._consumed, self._pass = int(epoch), 0, waits
             self._restored = False
             data_loaders.tell(self, drawing=False)
 
@@ -251,7 +254,7 @@ class ResumableSampler(Sampler[int], data_loaders.Telling):
 
     def _begin(self, loader: DataLoader[Any], batch: int) -> _Pass:
         self._known_place()  # refused here, not inside the loader
-        if self._pass is not None:  # the loop has left it early
+        if self._pass is not None and self._pass.given > 0:  # the loop has left it early
             self._epoch, self._consumed = self._epoch + 1, 0
         self._pass = _Pass(self, self._epoch, self._consumed, batch, loader.num_workers > 0)
         self._restored = False
@@ -271,10 +274,12 @@ class _Pass:
     workers: bool
     given: int = 0
     """The number of batches that the loop has got."""
+    started: bool = False
+    """True once indices are drawn, by workers ahead of the loop."""
 
     def indices(self) -> Iterator[int]:
         """Yield the rest of the epoch; for workers, the first index of a batch seeds generators."""
-        sampler = self.sampler
+        sampler, self.started = self.sampler, True
         for i, index in enumerate(sampler.indices(self.epoch, self.start)):
             if self.workers and i % self.batch == 0:
                 place = self.start + i * sampler.world + sampler.rank
@@ -287,7 +292,9 @@ class _Pass:
         if self.sampler._pass is not self:
             raise ConfigError(
                 f"an iterator of epoch {self.epoch} is used after the sampler went on to epoch"
-                f" {self.sampler.epoch}: a ResumableSampler has one position, for one iterator"
+                f" {self.sampler.epoch}: a ResumableSampler has one position, for one iterator;"
+                " where a loop begins anew over the same loader (a second fit), call"
+                " sampler.set_epoch(0) before it makes its iterator"
             )
         data_loaders.tell(self.sampler, drawing=True)
 

@@ -119,7 +119,7 @@ class Outcome(enum.IntEnum):
     ENDS = 3
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)  # `signal` formats handlers, and each may hold the one before
 class InstalledSignal:
     """A signal that lightck handles, and its handler before."""
 
@@ -166,7 +166,7 @@ _held = threading.local()
 """The signal mask of a thread that is forking."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Signals:
     """The process's signals that lightck handles; one object in use per process.
 

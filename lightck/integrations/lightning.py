@@ -136,11 +136,11 @@ class LightckCallback(Checkpoint):  # type: ignore[misc]
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Commit the last step and detach, before Lightning moves the model off its device."""
-        self._close()
+        self._close(trainer)
 
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
         """Detach where `fit` had nothing to train."""
-        self._close()
+        self._close(trainer)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Save the last complete step for the exception, which goes on.
@@ -154,7 +154,7 @@ class LightckCallback(Checkpoint):  # type: ignore[misc]
                 self.handle.snapshot()  # exact; what is saved for an exception would be early
             except Exception as error:  # noqa: BLE001 - also of a user's state_dict
                 exception.add_note(f"lightck: {error!r}")
-        self._close(exception)
+        self._close(trainer, exception)
 
     # ---- inside ------------------------------------------------------------------------------
 
@@ -167,11 +167,18 @@ class LightckCallback(Checkpoint):  # type: ignore[misc]
         )  # fmt: skip
         self._trained, self._running = module, True
 
-    def _close(self, error: BaseException | None = None) -> None:
+    def _close(self, trainer: Any, error: BaseException | None = None) -> None:
         if self._running and self.handle is not None:
             self._running = False
-            self.handle.__exit__(type(error) if error else None, error, getattr(
-                error, "__traceback__", None))  # fmt: skip
+            # Lightning's handlers lie over lightck's, which could not go then, and which Lightning
+            # would bring back behind the fit: the next one's would lie over them, and so on.
+            signals = trainer._signal_connector
+            signals.teardown()
+            try:
+                self.handle.__exit__(type(error) if error else None, error, getattr(
+                    error, "__traceback__", None))  # fmt: skip
+            finally:
+                signals.register_signal_handlers()
 
     def _resumed(self, trainer: Any, inside: _Loops) -> None:
         if trainer.ckpt_path is not None:
@@ -215,9 +222,9 @@ class LightckCallback(Checkpoint):  # type: ignore[misc]
 
     def _data(self, inside: _Loops) -> dict[str, Any]:
         """Return the extras that know the position in the training data."""
+        loaders = inside.loaders()  # in any case: the loop goes on with what it makes here
         if self.data is not None:
             return {"data": self.data}
-        loaders = inside.loaders()
         if len(loaders) != 1:
             raise ConfigError(
                 f"there are {len(loaders)} training loaders, and which of them give batches at a"

@@ -11,12 +11,16 @@ import os
 import signal
 import time
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch.nn import functional as F
+from torch.utils.data import DataLoader
 
+import lightck
+from support import processes
 from support.e2e.failing import Broken, Never
 from support.e2e.jobs import batch, small_model
 from support.e2e.resume import Bed, same_end, same_steps
@@ -157,3 +161,61 @@ def test_its_snapshots_are_of_every_step_and_what_is_killed_goes_on(bed: Bed) ->
     same_steps(first, plain)
     same_end(second, plain)
     assert (second.value("restored"), second.value("early")) == (3, False)
+
+
+def _fit(path: Path, stop: int | None = None, **settings: Any) -> list[list[int]]:
+    """Fit a new model for two epochs over six samples; return the batches that it got."""
+    import lightning
+
+    from lightck.integrations.lightning import LightckCallback
+
+    got: list[list[int]] = []
+
+    class Module(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = torch.nn.Linear(1, 1)
+
+        def training_step(self, given: Any, i: int) -> Any:
+            if self.global_step + 1 == stop:
+                raise Broken("here")
+            got.append(given.tolist())
+            return self.net(given.float().unsqueeze(1)).sum()
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=1e-4)
+
+    sampler = lightck.ResumableSampler(range(6), seed=3)
+    loader: Any = DataLoader(range(6), 2, sampler=sampler)  # type: ignore[arg-type]
+    callback = LightckCallback(path, **({"data": sampler} if settings.get("data") else {}))
+    trainer = lightning.Trainer(
+        max_epochs=2, callbacks=[callback], logger=False,
+        enable_progress_bar=False, enable_model_summary=False, accelerator="cpu",
+    )  # fmt: skip
+    with contextlib.suppress(Broken), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer.fit(Module(), loader)
+    return got
+
+
+@pytest.mark.parametrize("data", [False, True])
+def test_a_resumed_fit_goes_on_with_the_next_batch(region_dir: Path, data: bool) -> None:
+    def both() -> tuple[Any, Any, Any]:
+        whole = _fit(region_dir / "whole")
+        first = _fit(region_dir / "run", stop=5, data=data)
+        return whole, first, _fit(region_dir / "run", data=data)
+
+    whole, first, rest = processes.run(both)
+    assert len(whole) == 6 and first == whole[:4]
+    assert rest == whole[-len(rest) :] and len(rest) in (2, 3)  # the fourth was saved early
+
+
+def test_fits_leave_no_handler_behind_however_many_there_are(region_dir: Path) -> None:
+    def fits() -> list[bool]:
+        before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+        for i in range(4):
+            _fit(region_dir / str(i), stop=3 if i == 2 else None)
+        after = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+        return [one is other or one == other for one, other in zip(before, after, strict=True)]
+
+    assert processes.run(fits) == [True, True]

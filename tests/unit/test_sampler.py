@@ -436,3 +436,39 @@ def test_what_accelerate_shards_or_skips_is_refused_with_the_way_out() -> None:
     skipped = accelerate.skip_first_batches(DataLoaderShard(range(10), batch_sampler=batch), 1)
     with pytest.raises(lightck.ConfigError, match="it needs no skip_first_batches"):
         next(iter(skipped))
+
+
+def test_an_iterator_that_nothing_was_drawn_from_is_no_epoch() -> None:
+    sampler = lightck.ResumableSampler(range(6), seed=3)
+    loader = made(sampler, 2)
+    iter(loader)
+    iter(loader)
+    assert sampler.epoch == 0
+    again = resumed(sampler, 0, 1, False)
+    again.load_state_dict({**sampler.state_dict(), "consumed": 4})
+    loader = made(again, 2)
+    iter(loader)
+    assert batches(loader) == [sampler.indices(0, 4)]
+
+
+def test_an_iterator_that_nothing_was_drawn_from_gives_the_epoch_that_is_set() -> None:
+    """Lightning makes it before it says which epoch is the first, in a second fit, too."""
+    sampler = lightck.ResumableSampler(range(6), seed=3)
+    loader = made(sampler, 2)
+    batches(loader)
+    iterator = iter(loader)
+    assert sampler.epoch == 1
+    sampler.set_epoch(0)
+    assert [i for batch in iterator for i in batch.tolist()] == sampler.indices(0)
+    assert sampler.epoch == 1
+
+
+def test_workers_that_have_drawn_of_an_epoch_give_no_other() -> None:
+    sampler = lightck.ResumableSampler(range(6), seed=3)
+    loader: Any = DataLoader(range(6), 2, sampler=sampler, num_workers=1)  # type: ignore[arg-type]
+    for _ in loader:
+        pass
+    iterator = iter(loader)
+    sampler.set_epoch(0)
+    with pytest.raises(lightck.ConfigError, match=r"call sampler.set_epoch\(0\) before"):
+        next(iterator)
