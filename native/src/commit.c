@@ -149,7 +149,6 @@ static int read_record(const lck_region *region, uint32_t slot, record_disk *out
     if (rc != LCK_E_CORRUPT || attempt == READ_ATTEMPTS)
       return rc;
     uint64_t word;
-    atomic_thread_fence(memory_order_acquire); /* the word after all that was summed */
     int again = lck_access_word(region, LCK_RECORD_OFFSET(slot), &word);
     if (again != 0 || word == out->sequence)
       return again != 0 ? again : rc;
