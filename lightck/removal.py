@@ -89,7 +89,8 @@ def prune(path: str | os.PathLike[str], keep: Keep) -> list[RunFile]:
 
 
 def _unkept(path: str | os.PathLike[str], keep: Keep) -> list[item.Item]:
-    whole = [e for e in item.every_item(Config.resolve(path=path).path) if e.is_whole]
+    items = item.every_item(Config.resolve(path=path).path)
+    whole = [each for each in items if each.is_whole and not each.unread]
     chosen = steps_to_keep(keep, [each.kept for each in whole])
     return [each for each in whole if each.kept.step not in chosen]
 

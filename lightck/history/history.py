@@ -152,7 +152,9 @@ class History:
         """Remove what a dead run has left unfinished, but for what was reported and can be made."""
         for each in item.every_item(self._where.path):
             step = each.kept.step
-            if each.is_whole:
+            if each.unread:
+                event("history_failed", logging.WARNING, step=step, why=each.unread)
+            elif each.is_whole:
                 self._items[step] = each.kept
             elif each.kept.metrics and step in in_slots:
                 self._metrics[step] = dict(each.kept.metrics)
@@ -409,7 +411,7 @@ class History:
         chooses = self._choice is not None and self._choice.chooses
         with contextlib.suppress(LightckError):
             while chooses and time.monotonic() < deadline:
-                items = item.every_item(self._where.path)
+                items = [e for e in item.every_item(self._where.path) if not e.unread]
                 if all(each.is_whole for each in items) or items[-1].is_whole:
                     self._prune()
                     return
@@ -508,7 +510,7 @@ class History:
         """Remove the items that are no longer kept. A failure is an event; the next prune tries."""
         with self._state:
             branch = self._branch
-        items = item.every_item(self._where.path)
+        items = [each for each in item.every_item(self._where.path) if not each.unread]
         whole = [each for each in items if each.is_whole]
         there = [each.kept for each in whole]
         every = {each.step for each in there}

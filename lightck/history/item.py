@@ -53,6 +53,9 @@ class Item:
     kept: Kept
     ranks: tuple[int, ...]
     """The ranks whose files are in this folder once it is whole."""
+    unread: str = ""
+    """Why its description cannot be read just now, so that nothing is chosen by it; empty: it
+    was, or there is none."""
 
     @property
     def is_whole(self) -> bool:
@@ -141,16 +144,17 @@ def _names(folder: Path) -> list[str]:
 
 
 def _read(folder: Path, step: int) -> Item:
-    held, ranks = {}, (0,)
+    held, ranks, unread = {}, (0,), ""
     try:
         with contextlib.suppress(*_NO_DESCRIPTION):
             held = _checked(_content(folder / DESCRIPTION), step)
             ranks = held.pop("ranks")
     except OSError as error:
-        if error.errno not in _NOT_THERE:  # nothing is chosen by what cannot be read just now
-            raise RegionError(f"{folder}: cannot read {DESCRIPTION}: {error.strerror}") from error
+        if error.errno not in _NOT_THERE:
+            unread = f"{folder}: cannot read {DESCRIPTION}: {error.strerror}"
     pinned = _is_there(folder / PIN)
-    return Item(folder, Kept(**{"step": step, "time_s": 0.0, **held, "pinned": pinned}), ranks)
+    kept = Kept(**{"step": step, "time_s": 0.0, **held, "pinned": pinned})
+    return Item(folder, kept, ranks, unread)
 
 
 def _is_there(file: Path) -> bool:

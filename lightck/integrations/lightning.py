@@ -8,8 +8,10 @@ variable `LIGHTCK_LIGHTNING=1` not even that line: Lightning finds `callbacks` b
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Mapping
+import signal
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -170,15 +172,9 @@ class LightckCallback(Checkpoint):  # type: ignore[misc]
     def _close(self, trainer: Any, error: BaseException | None = None) -> None:
         if self._running and self.handle is not None:
             self._running = False
-            # Lightning's handlers lie over lightck's, which could not go then, and which Lightning
-            # would bring back behind the fit: the next one's would lie over them, and so on.
-            signals = trainer._signal_connector
-            signals.teardown()
-            try:
+            with _without_handlers(trainer):
                 self.handle.__exit__(type(error) if error else None, error, getattr(
                     error, "__traceback__", None))  # fmt: skip
-            finally:
-                signals.register_signal_handlers()
 
     def _resumed(self, trainer: Any, inside: _Loops) -> None:
         if trainer.ckpt_path is not None:
@@ -279,6 +275,24 @@ def callbacks() -> list[Any]:
     The path is `LIGHTCK_PATH`, as for `lightck.attach`.
     """
     return [LightckCallback()] if os.environ.get("LIGHTCK_LIGHTNING") == "1" else []
+
+
+@contextlib.contextmanager
+def _without_handlers(trainer: Any) -> Iterator[None]:
+    """Take Lightning's signal handlers off, which lie over lightck's.
+
+    These could not go else, and Lightning would bring them back behind the fit: the next one's
+    would lie over them, and so on. Not behind the fit, and not while it ignores Ctrl-C.
+    """
+    signals = trainer._signal_connector
+    if not signals._original_handlers or signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        yield
+        return
+    signals.teardown()
+    try:
+        yield
+    finally:
+        signals.register_signal_handlers()
 
 
 class _Callbacks:

@@ -219,3 +219,13 @@ def test_fits_leave_no_handler_behind_however_many_there_are(region_dir: Path) -
         return [one is other or one == other for one, other in zip(before, after, strict=True)]
 
     assert processes.run(fits) == [True, True]
+
+
+def test_a_fit_with_nothing_to_train_leaves_no_handler_behind(region_dir: Path) -> None:
+    def fits() -> bool:
+        before = signal.getsignal(signal.SIGTERM)
+        for _ in range(3):
+            _fit(region_dir / "run")
+        return signal.getsignal(signal.SIGTERM) is before
+
+    assert processes.run(fits)

@@ -46,6 +46,7 @@ def accelerator() -> Any:
         *("fit_loop.epoch_loop._results", "fit_loop.epoch_loop._batches_that_stepped"),
         *("fit_loop.epoch_loop.val_loop.setup_data", "fit_loop.__class__.skip"),
         *("_signal_connector.teardown", "_signal_connector.register_signal_handlers"),
+        "_signal_connector._original_handlers",
         *("strategy.reduce", "strategy.root_device", "ckpt_path", "lr_scheduler_configs"),
     ],
 )

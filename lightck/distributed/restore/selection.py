@@ -85,9 +85,10 @@ def ruling_lineage(lineages: Sequence[Lineage]) -> Lineage:
     A rank that died between the others' attach and its own is one timeline behind: its newest
     timeline is an ancestor of theirs. Newest timelines that are not ancestors of each other mean
     regions that were missing during whole attaches; then the timeline counts of which the largest
-    part of its ranks is present, and of two of which that is the same the one with the newer
-    snapshot: a life that ended before its first one is nobody's ancestor. An ancestor counts up to
-    its branch point: the last step of it that a region of the newest timeline still keeps.
+    part of its ranks is present, and of two that continue others and of which that is the same the
+    one with the newer snapshot: a life that ended before its first one is nobody's ancestor. An
+    ancestor counts up to its branch point: the last step of it that a region of the newest timeline
+    still keeps.
 
     Raises:
         CoordinationError: regions of two jobs are mixed.
@@ -102,7 +103,8 @@ def ruling_lineage(lineages: Sequence[Lineage]) -> Lineage:
     votes = Counter(each.head for each in heads)
     newest = {each.head: 0 for each in heads}
     for each in heads:
-        newest[each.head] = max(newest[each.head], each.newest_ns)
+        if each.ancestors:  # one that began anew gave up what was there before, with or without
+            newest[each.head] = max(newest[each.head], each.newest_ns)
     ahead = max(heads, key=lambda e: (votes[e.head] / e.world, votes[e.head], newest[e.head]))
     alike = [each for each in heads if each.head == ahead.head]
     limits: dict[int, int] = {}
