@@ -392,8 +392,8 @@ class Communicator:
         collectives, until the training thread lets go of Python's lock. The ends of those that are
         under way together are noted together, once the last is complete: each time that two threads
         want that lock costs more than a collective's own Python. But not for long: who waits for
-        the first may be the one that others need before they make the last. And where the first
-        never ends, an error of a later one is what its end is not waited for any longer by.
+        the first may be the one that others need before they make the last. Where the first never
+        ends, the errors of later ones are noted all the same.
         """
         pending: list[Operation] = []
         while True:

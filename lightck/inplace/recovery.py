@@ -104,8 +104,8 @@ class InPlaceRecovery:
     _done: int = 0
     _opening: AnyLink | None = None
     _left: list[AnyLink] = field(default_factory=list)
-    """Links on which a result was being given when a newer generation began. They are kept: to free
-    one waits for gloo's threads, and one of these may wait for ever."""
+    """Links on which a result was still being given when its recovery was left. They are kept: to
+    free one waits for gloo's threads, and one of these may wait for ever."""
     _stopped: bool = False
     _tries: int = 0
     """Errors that have ended recoveries since the last that came to its end."""
@@ -328,9 +328,6 @@ class InPlaceRecovery:
                 communicator.resume(link)
         except CoordinationError as error:
             raise _RestartAll(str(error)) from error
-        except _Newer:
-            self._left.append(link)
-            raise
         finally:
             with communicator.changed:
                 self._opening = None
@@ -352,7 +349,12 @@ class InPlaceRecovery:
             self.recovering = f"collective {number} from rank {donor}"
             for tensor in given:
                 if tensor.numel():
-                    state.end_of(_broadcast(link.backend, tensor, donor))
+                    work = _broadcast(link.backend, tensor, donor)
+                    try:
+                        state.end_of(work)
+                    except (_Newer, _RestartAll):
+                        self._left.append(link)
+                        raise
             if donor == communicator.rank:
                 assert operation is not None
                 if not operation.is_intact:
