@@ -237,7 +237,8 @@ def _found(
     if not isinstance(rank, SupportsIndex) or isinstance(rank, bool) or int(rank) < 0:
         raise ConfigError(f"load: rank must be the number of a rank, 0 or more, found {rank!r}")
     where = location.locate(Config.resolve(path=path).path, int(rank), create=False)
-    with contextlib.closing(restore_attempts(Rendezvous("load", rank), where, wanted)) as attempts:
+    ranks = Rendezvous("load", int(rank))
+    with contextlib.closing(restore_attempts(ranks, where, wanted)) as attempts:
         for attempt in attempts:
             if (found := _read(attempt, whole, mapped)) is not None:
                 return found

@@ -120,6 +120,8 @@ class History:
         self._newest: tuple[Record, int] | None = None
         self._offers: list[_Offer] = []
         self._copying: _Offer | None = None
+        self._made: set[int] = set()
+        """The steps that this rank has copied in this life, from the newest that all have on."""
         self._branch = 0
         """Changes when the run goes back: what was read of the items before counts no more."""
         self._busy_since_s = math.inf
@@ -494,6 +496,7 @@ class History:
                 item.remove(item.Item(where.path, kept, self._ranks))
             return
         event("history_kept", logging.DEBUG, step=record.step, path=where.path)
+        self._made.add(record.step)
         if self._describes:
             self._prune()
 
@@ -518,9 +521,12 @@ class History:
         for each in whole:
             if each.kept.step not in chosen:
                 item.remove(each)
-        # Every rank copies in the order of the steps: what it has not copied before, it never will.
-        for each in items if whole and not self._alone else ():
-            if not each.is_whole and each.kept.step < whole[-1].kept.step:
+        # Every rank copies in the same order: what one has not copied before an item that all have,
+        # made in this life, it never will.
+        newest = max((each.step for each in there if each.step in self._made), default=-1)
+        self._made = {step for step in self._made if step >= newest}
+        for each in items if not self._alone else ():
+            if not each.is_whole and each.kept.step < newest:
                 item.remove(each)
         with self._state:
             if branch != self._branch:

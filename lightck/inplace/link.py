@@ -61,8 +61,8 @@ class Link:
                 if os.readlink(Path("/proc/self/fd") / str(fd)) != name:
                     continue
                 with socket.socket(fileno=os.dup(fd)) as found:
-                    # gloo aborts the process if its listening socket is shut down. One of this
-                    # machine's own is another thread's, as of a loader's workers.
+                    # gloo aborts the process if its listening socket is shut down. It connects by
+                    # TCP: a socket of AF_UNIX is another thread's, as of a loader's workers.
                     listens = found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
                     if found.family != socket.AF_UNIX and not listens:
                         found.shutdown(socket.SHUT_RDWR)

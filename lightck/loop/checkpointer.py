@@ -80,11 +80,10 @@ class TrainingPause:
             self._over.wait(min(left_s, _LOOK_S))
 
 
-_OTHERS = 100
-"""Updates of other parameters behind which no step of the model's own is told."""
-
-
 # ---- the loop ------------------------------------------------------------------------------------
+
+_OTHERS = 100
+"""Updates of other parameters after which it is told that the model's own have had none."""
 
 
 @dataclass(eq=False)

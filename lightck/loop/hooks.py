@@ -114,8 +114,8 @@ class Watched:
 
     model: nn.Module
     _ids: set[int] = field(default_factory=set)
-    _tables: list[dict[str, Any]] = field(default_factory=list)
-    """The modules' own tables of parameters."""
+    _modules: list[weakref.ref[nn.Module]] = field(default_factory=list)
+    """The modules with parameters of their own; one that is replaced is not kept alive."""
     _answers: weakref.WeakKeyDictionary[nn.Module, bool] = field(
         default_factory=weakref.WeakKeyDictionary
     )
@@ -123,7 +123,7 @@ class Watched:
     def refresh(self) -> None:
         """Look at the model's parameters again."""
         self._ids = {id(parameter) for _, parameter in named_parameters(self.model)}
-        self._tables = [m._parameters for m in self.model.modules() if m._parameters]
+        self._modules = [weakref.ref(m) for m in self.model.modules() if m._parameters]
         self._answers.clear()
 
     def holds(self, module: nn.Module) -> bool:
@@ -136,12 +136,11 @@ class Watched:
 
     def stand_ins(self) -> bool:
         """Tell whether other tensors stand in the place of parameters (`functional_call`)."""
-        every = chain.from_iterable(map(dict.values, self._tables))
+        modules = (ref() for ref in self._modules)
+        every = [*chain.from_iterable(m._parameters.values() for m in modules if m is not None)]
         kinds = set(map(type, every)) - {nn.Parameter, NoneType}
         return bool(kinds) and not all(
-            each is None or isinstance(each, nn.Parameter)
-            for table in self._tables
-            for each in table.values()
+            each is None or isinstance(each, nn.Parameter) for each in every
         )
 
     def owns(self, optimizer: Optimizer) -> bool:

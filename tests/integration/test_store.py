@@ -7,6 +7,7 @@ import concurrent.futures
 import gc
 import io
 import os
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -513,3 +514,15 @@ def test_what_is_mapped_is_the_file_that_was_verified(
     monkeypatch.setattr(location, "opened", replaced)
     held = lightck.load(region_dir / "one")["extras"]["state"]  # read anew, all of it
     assert number_of(held) == 2 and not other.exists()
+
+
+def test_what_is_loaded_reserves_no_memory(region_dir: Path) -> None:
+    """A region, all its slots, may be larger than the machine's memory."""
+    with lightck.Store(region_dir / "store") as store:
+        store.save(full(1), 1)
+    held = lightck.load(region_dir / "store")
+    parts = Path("/proc/self/smaps").read_text().split("region-00000.lck")[1:]
+    flags = [re.search(r"VmFlags: (.*)", part) for part in parts]
+    written = [found[1].split() for found in flags if found and " wr " in found[0]]
+    assert written and all("nr" in each for each in written)
+    del held

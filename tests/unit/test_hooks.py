@@ -415,3 +415,13 @@ def test_a_forward_starts_before_ddp_s_buffers_whatever_mode_ddp_s_own_flag_says
     ddp(torch.ones(2, 4))
     hooks.remove()
     assert noting.heard[:2] == ["forward", "buffers"]
+
+
+def test_a_module_that_is_replaced_is_not_kept_alive() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    watched = Watched(model)
+    watched.refresh()
+    gone = weakref.ref(model[0].weight)
+    model[0] = nn.Linear(2, 2)
+    assert gone() is None
+    assert not watched.stand_ins()
