@@ -366,11 +366,17 @@ class _Parts:
         known, boundary_state = self.progress, BoundaryState(inventory)
         history = self._history(topology, pipeline.region)
         outcomes = Outcomes(pipeline, inventory, steps, self.reporter, history)
-        early = known.early and known.step == steps.step and not known.attached
-        early = early or self.ranks.joining is not None
+        is_restored = known.step == steps.step and not known.attached
+        early = (known.early and is_restored) or self.ranks.joining is not None
         state = self._policy_state(topology, pipeline.region)
         due_check = DueCheck(
-            self.config.policy, pipeline.barrier, early, state, topology.world, self.epochs
+            self.config.policy,
+            pipeline.barrier,
+            early,
+            state,
+            topology.world,
+            self.epochs,
+            healed=known.healed and is_restored,
         )
         stall_timer, movement = StallTimer(pipeline.trace), Movement(self.extras)
         predictor = step_journal = device_lag = None

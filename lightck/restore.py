@@ -63,6 +63,8 @@ class ModelProgress:
     """(timeline, step) of the snapshot that was restored last; the same on every rank."""
     early: bool = False
     """The restored snapshot was finished before forward start; the same on every rank."""
+    healed: bool = False
+    """Ranks were given what was restored by others; the same on every rank."""
     extras: frozenset[str] = frozenset()
     """Names of the extras in the snapshots that the model continues."""
     learned: str | None = None
@@ -96,8 +98,8 @@ class ModelProgress:
 
         `learned`: what policies have learned until then; `epochs`: how many were marked.
         """
-        self.step, self.early, self.learned = step, False, learned or self.learned
-        self.epochs = epochs
+        self.step, self.learned, self.epochs = step, learned or self.learned, epochs
+        self.early = self.healed = False
         self.restored_from = None
         self.attached.remove(steps)
 
@@ -267,7 +269,7 @@ def _note_progress(state: ModelProgress, attempt: RestoreAttempt, filler: StateF
     state.step, state.pending = key.step, filler.pending
     state.restored = (key.timeline, key.step)
     state.restored_from = attempt.survey.where.path
-    state.early = snapshot.early
+    state.early, state.healed = snapshot.early, bool(attempt.healed)
     state.extras = frozenset(name for name in (*first, *second) if not is_own(name))
     state.learned, state.epochs = text_of(first), Epochs.held({**second, **first})
 

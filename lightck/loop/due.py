@@ -60,6 +60,12 @@ class DueCheck:
     """Number of ranks."""
     epochs: Epochs = field(default_factory=lambda: Epochs(0))
     """The epochs that the loop has marked."""
+    healed: bool = False
+    """True until a step ends, if ranks were given what was restored: that step is due.
+
+    Until one is committed, what was restored lies on fewer ranks than the policy's user expects, and
+    a rank's own part of it in its journal alone, which the next entries overwrite.
+    """
     overdue: bool = False
     """True if a due snapshot was skipped: the next step is due instead."""
     times: StepTimes = field(default_factory=StepTimes)
@@ -132,6 +138,7 @@ class DueCheck:
             measured: what was measured so far.
             wanted: somebody has asked for a snapshot at the next boundary.
         """
+        wanted, self.healed = wanted or self.healed, False
         if self._answer is not None and self._answer[0] == step:
             made_up, self.overdue = self.overdue and not self._is_held, False
             return self._answer[1] or made_up or (wanted and self.barrier.request(step))

@@ -141,6 +141,53 @@ def test_a_damaged_replica_is_mended_and_the_job_goes_on_exactly(tmp_path: Path)
     assert first.step == second.step == LAST and "from rank 1" in first.healed[0]
 
 
+def test_what_a_donor_alone_had_lies_on_both_nodes_a_step_later_whatever_the_policy(
+    tmp_path: Path,
+) -> None:
+    islands = Islands(tmp_path, 2, 2)
+
+    def train(me: ranks.Me) -> None:
+        path, training = islands.enter(me.rank), begin(me)
+        with training.attach(path, extras={"data": training.data}, policy=1000):
+            losses_of(training, 5)
+
+    with ranks.started(2, train) as job:
+        job.results()
+    islands.file(1).unlink()
+
+    def life(me: ranks.Me) -> Any:
+        path, training = islands.enter(me.rank), begin(me)
+        extras = {"data": training.data}
+        info = lightck.restore(training.model, training.optimizer, path, extras=extras)
+        assert info is not None
+        if info.step == 6:
+            return info.healed, replicated(state_of(training))
+        handle = training.attach(path, extras=extras, policy=1000)
+        losses_of(training, 1)
+        me.send((info.healed, replicated(state_of(training))))
+        losses_of(training, 1)
+        handle.wait(6)
+        me.send("committed")
+        me.pause()
+
+    with ranks.started(2, life) as job:
+        said = [job.receive(rank) for rank in range(2)]
+        assert all("rank 1 got " in healed[0] for healed, _ in said)
+        assert [job.receive(rank) for rank in range(2)] == ["committed"] * 2
+        job.kill(0)
+        job.kill(1)
+    islands.file(0).unlink()
+    with ranks.started(2, life) as job:
+        for healed, state in job.results():
+            assert "rank 0 got " in healed[0]
+            assert same(state, said[0][1]) and same(state, said[1][1])
+
+
+def replicated(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """What ranks hold alike: all but the statistics of batches."""
+    return {name: value for name, value in state.items() if "running" not in name}
+
+
 @pytest.mark.parametrize("lost", ["region", "tensor"])
 def test_a_second_failure_before_the_first_snapshot_is_healed_again(
     tmp_path: Path, lost: str
