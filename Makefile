@@ -82,11 +82,18 @@ CHECKED = $(shell $(BIN)/python -c 'import sys; sys.path.insert(0, "tests"); imp
 check: venv native-test ## Run the native and unit tests, and a few of each other kind: before a commit
 	$(PYTEST) $(CHECKED)
 
-# The native part in two jobs: one alone leaves a processor idle. Mutants prove the checks, not the
-# code: only test-full has them, and as many images as docs/proof.md shows.
+# Both parts at once: pytest waits a tenth of the time, and the native part has one process. Mutants
+# prove the checks, not the code: only test-full has them, and as many images as docs/proof.md shows.
 FEWER = KILL_CYCLES=30 ORDER_MUTANTS= CRASH_MUTANTS= CRASH_IMAGES=30000 CRASH_REPORT=crash-few
 test: venv ## Run the native tests, crash images and what pytest runs in minutes
-	$(MAKE) --no-print-directory -j2 --output-sync=target $(FEWER) native-test crash order kill
+	$(MAKE) --no-print-directory -j2 $(OUT)/lightck-testing.so $(OUT)/lightck-trace.so
+	$(MAKE) --no-print-directory -j2 $(FEWER) native-part python-part
+
+.PHONY: native-part python-part
+native-part:
+	$(MAKE) --no-print-directory --output-sync=recurse native-test crash order kill
+
+python-part:
 	$(PYTEST)
 
 test-full: venv native-test crash order kill ## Run all tests but the long ones: before a change is whole

@@ -76,11 +76,14 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of a job that nothing disturbs: of forked ranks, without torchrun."""
     folder = tmp_path_factory.mktemp("undisturbed")
     (folder / "regions").mkdir()
-    with ranks.started(
-        2, lambda _: torchrun_training.main(folder, folder / "regions", LAST, [])
-    ) as job:
-        job.results()
+    goes_on(folder, folder / "regions")
     return folder
+
+
+def goes_on(folder: Path, regions: Path) -> None:
+    """Train to the end in forked ranks, which need not import torch again."""
+    with ranks.started(2, lambda _: torchrun_training.main(folder, regions, LAST, [])) as job:
+        job.results()
 
 
 def test_a_job_that_torchrun_restarts_goes_on_as_if_nothing_had_happened(
@@ -126,7 +129,7 @@ def test_sigterm_to_torchrun_loses_no_step_though_its_workers_hang(
     record("torchrun_sigterm", {"ended_after_s": round(time.monotonic() - began, 2)})
     for rank in range(2):
         gone(int(said(folder, rank)[0][2]))
-    ended_well(torchrun(folder, regions, 2), folder)
+    goes_on(folder, regions)
     for rank in range(2):
         steps = [step for _, step, _ in said(folder, rank)]
         lives = " ".join(steps).split("pid")
