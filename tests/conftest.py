@@ -83,8 +83,8 @@ def pytest_configure() -> None:
     """
     path = [str(_ROOT), str(_TESTS), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(filter(None, path)))
-    # torch's store looks up the name of each connection's address, and all its clients wait where the
-    # resolver loses the question: 5 s, and once more.
+    # torch's store looks up the name of each connection's address, and all its clients wait where
+    # the resolver loses the question: 5 s, and once more.
     os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -184,7 +184,7 @@ def test_what_a_donor_alone_had_lies_on_both_nodes_a_step_later_whatever_the_pol
 
 
 def replicated(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """What ranks hold alike: all but the statistics of batches."""
+    """Return the tensors that ranks hold alike: all but the statistics of batches."""
     return {name: value for name, value in state.items() if "running" not in name}
 
 
