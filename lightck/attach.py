@@ -508,8 +508,11 @@ class _Parts:
 
     def _write_trace(self, trace: Trace | None) -> None:
         """Write the trace to the file that the config names; a failure is a background error."""
-        if isinstance(self.config.trace, Path):
+        file, rank = self.config.trace, self.ranks.rank
+        if isinstance(file, Path):
+            if self.ranks.world > 1:  # the config is the same on all
+                file = file.with_name(f"{file.stem}.rank{rank}{file.suffix}")
             try:
-                perfetto.save(trace, self.config.trace)
+                perfetto.save(trace, file)
             except LightckError as error:
                 self.reporter(error)

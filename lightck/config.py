@@ -78,7 +78,8 @@ class Config:
         close_timeout_s: seconds after which `close()` logs a warning that it still waits. It always
             finishes open snapshots, so it may take as long as the medium's sync.
         trace: record what every thread does in the last steps: a file that `close()` writes (for
-            https://ui.perfetto.dev and `lightck timeline`), or true, for `handle.trace(file)`.
+            https://ui.perfetto.dev and `lightck timeline`), or true, for `handle.trace(file)`. With
+            several ranks each has a file of its own: of `run.json`, `run.rank1.json`.
         failure: `jit`: the last complete step is saved when the training fails (see `Failure`,
             which may be given instead; in a file as a table), so that a minibatch is lost at most.
             `off`: signals are left alone, and no boundary state is noted between snapshots.
@@ -290,7 +291,7 @@ def _trace(value: object) -> bool | Path:
     if isinstance(value, bool):
         return value
     if isinstance(value, str | os.PathLike) and str(value):
-        return Path(value).expanduser()
+        return Path(os.path.abspath(Path(value).expanduser()))
     raise ValueError("must be true, false or the path of a file")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -71,16 +72,23 @@ def pruned_by(path: str | os.PathLike[str], keep: Keep) -> list[RunFile]:
         return [file for each in _unkept(path, keep) for file in _of_item(each, held)]
 
 
-def prune(path: str | os.PathLike[str], keep: Keep) -> list[RunFile]:
+def prune(path: str | os.PathLike[str], keep: Keep, listed: Sequence[RunFile]) -> list[RunFile]:
     """Remove the items of a history that a policy does not keep, durably; return their files.
 
     A trainer may go on meanwhile.
 
+    Args:
+        path: as given to attach.
+        keep: the policy.
+        listed: what `pruned_by` has given; what is not kept only since then stays.
+
     Raises:
         RegionError, RegionBusyError: as `files_at`; that item and the next ones are still there.
     """
-    removed = []
+    removed, agreed = [], {file.path.parent for file in listed}
     for each in _unkept(path, keep):
+        if each.folder not in agreed:
+            continue
         with contextlib.ExitStack() as held, contextlib.suppress(FileNotFoundError):
             files = _of_item(each, held)  # unless a trainer has removed it meanwhile
             item.remove(each)

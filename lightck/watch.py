@@ -108,6 +108,7 @@ def _published(said: Reading) -> dict[str, Any]:
     stalls = {cause: ns / 1e9 for cause, ns in (said.stalls_ns or {}).items()}
     return {
         "process": process.number,
+        "began_ns": numbers["began_ns"],
         "process_runs": process.is_running,
         "step": numbers["step"],
         "captured_step": said.captured_step,

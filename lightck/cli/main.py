@@ -48,9 +48,9 @@ exit status:
 """
 _EPILOG = f"""\
 PATH is the folder, libpmemobj pool or devdax device given to lightck.attach; without it
-$LIGHTCK_PATH, else ./lightck-run. All commands may run while a trainer writes there, except on a
-pool, which one process has at a time; verify and export hold the snapshot they read, and a trainer
-that needs its slot skips snapshots meanwhile.
+$LIGHTCK_PATH, else ./lightck-run. All commands but rm may run while a trainer writes there, except
+on a pool, which one process has at a time; verify and export hold the snapshot they read, and a
+trainer that needs its slot skips snapshots meanwhile.
 
 examples:
   lightck ls /dev/shm/run

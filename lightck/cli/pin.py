@@ -11,7 +11,7 @@ from lightck.history import item
 
 DESCRIPTION = """\
 Pin a step of the history at PATH: it is kept whatever `keep` says, until the pin is taken away. The
-trainer may go on meanwhile."""
+trainer may go on meanwhile. Where nodes have folders of their own, pin it on each of them."""
 EXAMPLES = """\
   lightck pin --step 1200 /mnt/run
   lightck pin --step 1200 --off /mnt/run

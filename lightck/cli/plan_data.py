@@ -182,7 +182,16 @@ def _sizes(path: str) -> tuple[int, int]:
     if not whole:
         raise Refusal(f"{location(path)}: no whole snapshot", BAD_DATA)
     newest = [row for row in whole if row["step"] == whole[0]["step"]]
-    return len(newest), sum(row["payload_bytes"] for row in newest)
+    world: int = newest[0]["world"]
+    # A just-in-time save may be there twice, or whole in a failure region and in parts beside it.
+    parts = {
+        row["rank"]: row["payload_bytes"]
+        for row in newest
+        if not Path(row["file"]).name.startswith("failure-")
+    }
+    if not parts:
+        return world, max(row["payload_bytes"] for row in newest)
+    return world, sum(parts.values()) * world // len(parts)
 
 
 # ---- the failures --------------------------------------------------------------------------------
@@ -216,7 +225,8 @@ def failures_of(arguments: argparse.Namespace, job: PlannedJob) -> Failures:
     if asked is not None:
         known = PUBLISHED[asked]
         bursts = bursts or known.bursts
-        return Failures(f"{asked}: {known.source}", known.rank_s, known.ranks, make)
+        ranks = known.ranks if arguments.path is None else job.costs.world
+        return Failures(f"{asked}: {known.source}", known.rank_s, ranks, make)
     world = (arguments.ranks or [job.costs.world])[0]
     if arguments.mtbf is not None:
         return Failures("given", arguments.mtbf * world, world, make)

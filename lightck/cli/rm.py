@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 
 from lightck.cli.arguments import location, no_region
@@ -39,11 +40,11 @@ def run(arguments: argparse.Namespace) -> int:
     where = location(arguments.path)
     keep = None if arguments.keep is None else _policy(arguments.keep)
     found = files_at(where) if keep is None else pruned_by(where, keep)
-    if not found and keep is None:
+    if not found and (keep is None or not os.path.isdir(where)):
         raise no_region(where)
     if found and not arguments.yes:
         _ask(found, asks=not arguments.json and sys.stdin.isatty())
-    removed = remove(where) if keep is None else prune(where, keep)
+    removed = remove(where) if keep is None else prune(where, keep, found)
     total = sum(each.taken_bytes for each in removed)
     if arguments.json:
         print_json({"path": where, "removed": [each.path for each in removed], "bytes": total})

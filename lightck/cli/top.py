@@ -125,8 +125,8 @@ def _look(path: str | None, before: dict[str, Row]) -> list[Row]:
 
 def _since(row: Row, then: Row | None) -> None:
     """Add rates and stalls since the last reading, if it is still the same trainer."""
-    now = row["published"]
-    if now is None or then is None or now["process"] != then["process"]:
+    now, same = row["published"], ("process", "began_ns")  # one process may attach again
+    if now is None or then is None or any(now[each] != then[each] for each in same):
         return
     elapsed = now["began_s"] - then["began_s"]
     steps = now["step"] - then["step"]

@@ -179,7 +179,7 @@ class FaultPlan:
         os.kill(os.getpid(), signal.SIGKILL)
 
     def stop(self) -> None:
-        """Stop this process; `lightck plan` continues it."""
+        """Stop this process; `lightck chaos` continues it."""
         os.kill(os.getpid(), signal.SIGSTOP)
 
     def hang(self) -> None:
@@ -202,12 +202,12 @@ class FaultPlan:
             usleep(int(left * 1e6))
 
     def term(self) -> None:
-        """Send SIGTERM to this process; if the command is meant, `lightck plan` sends it."""
+        """Send SIGTERM to this process; if the command is meant, `lightck chaos` sends it."""
         if not self._for_job:
             os.kill(os.getpid(), signal.SIGTERM)
 
     def network(self) -> None:
-        """Do nothing here: `lightck plan` takes the network device down, and up again."""
+        """Do nothing here: `lightck chaos` takes the network device down, and up again."""
 
 
 @functools.cache

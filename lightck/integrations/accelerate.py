@@ -141,6 +141,7 @@ class Lightck:
 
     def close(self) -> None:
         """Commit the last step and detach; see `Handle.close`. Idempotent."""
+        self._give_back()
         self.handle.close()
 
     def __enter__(self) -> Self:
@@ -152,9 +153,15 @@ class Lightck:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        self._give_back()
         self.handle.__exit__(kind, error, trace)
 
     # ---- inside ------------------------------------------------------------------------------
+
+    def _give_back(self) -> None:
+        """Give the loader its sampler back: passes draw their order, for the next `Lightck` too."""
+        if isinstance(sampler := _sampler(self._loader), _Ordered):
+            _batches_of(self._loader).sampler = sampler.given_back()
 
     def _refuse(self, loader: Any) -> None:
         """Refuse a loader in which the place could not be found again."""
@@ -235,6 +242,11 @@ class _Ordered(Sampler[int]):
         self._inner.generator.manual_seed(order["drawn"])
         yield from self._inner
 
+    def given_back(self) -> Any:
+        """Return the sampler inside, as it was."""
+        self._inner.generator = None
+        return self._inner
+
 
 class _AtStep:
     """The place where the step ended."""
@@ -273,9 +285,7 @@ def _ordered(loader: Any, place: _Place) -> Any:
     """Return the loader's sampler; one that draws its order's seed is wrapped first."""
     sampler = _sampler(loader)
     if type(sampler) is RandomSampler and sampler.generator is None:
-        batches = loader.batch_sampler
-        sampler = _Ordered(sampler, place)
-        getattr(batches, "batch_sampler", batches).sampler = sampler
+        sampler = _batches_of(loader).sampler = _Ordered(sampler, place)
     return sampler
 
 
@@ -318,6 +328,10 @@ def _prepared(accelerator: Any) -> tuple[list[Any], list[Any], dict[str, Any]]:
 
 def _sampler(loader: Any) -> Any:
     """Return the sampler that a prepared loader takes its indices from, or None."""
+    return getattr(_batches_of(loader), "sampler", None)
+
+
+def _batches_of(loader: Any) -> Any:
+    """Return the sampler of batches that a prepared loader has, or has its rank's share of."""
     batches = getattr(loader, "batch_sampler", None)
-    batches = getattr(batches, "batch_sampler", batches)  # this rank's share of it
-    return getattr(batches, "sampler", None)
+    return getattr(batches, "batch_sampler", batches)

@@ -111,6 +111,8 @@ class AcceleratedStates:
         """Save models and optimizers, which are then no more Accelerate's to write."""
         optimizers = [each.optimizer.state_dict() for each in self._optimizers]
         if self._accelerator.is_main_process:
+            if self.future is not None:
+                self.future.result()  # its number is taken once it is committed
             step = 1 + max(self.store.steps(), default=0)
             state = {"models": list(weights), "optimizers": optimizers}
             self.future = self.store.save(state, step)

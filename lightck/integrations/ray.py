@@ -21,6 +21,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 import lightck
+from lightck.config import Config
 from lightck.errors import ConfigError
 from lightck.handle import Handle
 from lightck.integrations.resumed import Resumed
@@ -83,12 +84,15 @@ def attach(
     """
     _require_worker()
     notice = _Preemption()
-    if (failure := settings.pop("failure", "jit")) != "off":
-        settings["failure"] = _told_by(Failure() if failure == "jit" else failure, notice)
+    given = settings.pop("failure", None)
+    failure = Config.resolve(settings.get("config"), failure=given).failure
+    failure = Failure() if failure == "jit" else failure
+    if isinstance(failure, Failure):
+        settings["failure"] = _told_by(failure, notice)
     info = lightck.restore(model, optimizer, path, extras=extras, step=step)
     handle = lightck.attach(model, optimizer, path, extras=extras, **settings)
     asked: Callable[[], object] | None = None
-    if failure != "off":
+    if isinstance(failure, Failure):
         asked = notice.ask(model if isinstance(model, nn.Module) else model[0], handle)
     return RayRun(handle, info, asked)
 
@@ -103,10 +107,8 @@ def _require_worker() -> None:
         ) from error
 
 
-def _told_by(failure: Any, notice: _Preemption) -> Any:
+def _told_by(failure: Failure, notice: _Preemption) -> Failure:
     """Return the user's settings of the failure path, with Ray's announcement beside theirs."""
-    if not isinstance(failure, Failure):
-        return failure  # which `attach` refuses
     others = failure.notice
     if threading.current_thread() is not threading.main_thread():
         failure = dataclasses.replace(failure, signals=())

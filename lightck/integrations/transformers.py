@@ -99,6 +99,7 @@ class LightckCallback(TrainerCallback):  # type: ignore[misc]
             ConfigError: `bind` was not called. LightckError: as `lightck.restore` raises them.
         """
         args = self._bound().args
+        self._close()
         # What the node's first process wrote is gone where a lost one of its peers is replaced.
         writes = args.local_process_index <= 0 or runtime.joins()
         # Ranks may come here minutes apart, and make the same collectives in every life.
@@ -129,6 +130,7 @@ class LightckCallback(TrainerCallback):  # type: ignore[misc]
                 begun.
         """
         trainer = self._bound()
+        self._close()
         _refuse(trainer, given.get("train_dataloader"))
         log = _Log()
         extras = {
@@ -153,6 +155,8 @@ class LightckCallback(TrainerCallback):  # type: ignore[misc]
             shutil.rmtree(self._made, ignore_errors=True)  # all ranks have read it
         self.handle = lightck.attach(*where, extras=extras, **self.settings)
         self._running = True
+        if self.handle.step != begun:  # the Trainer goes on from a checkpoint of its own
+            self.handle.replaced(begun)
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         """Report the metrics to the history, by which `keep="best eval_loss"` chooses."""
@@ -191,8 +195,12 @@ class LightckCallback(TrainerCallback):  # type: ignore[misc]
         return os.fspath(Config.resolve(path=self.path).path)
 
     def _close(self) -> None:
-        self._running = False
-        if self.handle is not None:
+        """Detach, also from a training that an exception has ended: the Trainer says nothing then.
+
+        Does nothing behind the first call.
+        """
+        running, self._running = self._running, False
+        if running and self.handle is not None:
             self.handle.close()
 
     def _write(self, snapshot: Mapping[str, Any], made: Path) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import operator
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -23,7 +23,12 @@ from lightck.device.lookup import holder
 from lightck.errors import LightckError, TornSnapshotError
 from lightck.journal.boundary_state import with_copies
 from lightck.journal.copy_buffer import is_readable
-from lightck.journal.step_journal import MAX_COPIED_BYTES, BoundaryCapture, StepJournal
+from lightck.journal.step_journal import (
+    MAX_COPIED_BYTES,
+    BoundaryCapture,
+    StepJournal,
+    watched_tensors,
+)
 from lightck.pipeline.copy_plan import TensorReading, versions_of
 from lightck.pipeline.device_offload import DeviceOffload, StreamPosition
 from lightck.state import tensor_support
@@ -48,6 +53,8 @@ class PreUpdateState:
     """Positions of forward start in the devices' streams."""
     dram_copies: TensorCopies
     """Copies of what is in DRAM, which an update changes as soon as it is queued."""
+    look_up: Callable[[], Sequence[StateTensor]]
+    """Looks up the live tensors of model and optimizers."""
     updates: dict[tuple[str, Any], DeviceEvent] = field(default_factory=dict)
     """Event in every stream that updates are queued to, before the first update there."""
 
@@ -80,7 +87,8 @@ class PreUpdateState:
             raise self._torn("its boundary state is not kept")
         known = self.forward_start.collected
         collected = with_copies(known, {**capture.copies, **self.dram_copies.by_name()})
-        why = _uncopied(collected.lives) or (self._changed_before_forward() if early else "")
+        why = self._replaced() or _uncopied(collected.lives)
+        why = why or (self._changed_before_forward() if early else "")
         if why:
             raise self._torn(why)
         return replace(capture, collected=collected, reading=None)
@@ -113,6 +121,21 @@ class PreUpdateState:
                     v.name for v in self.forward_start.collected.lives if v.tensor is tensor
                 )
         return ""
+
+    def _replaced(self) -> str:
+        """Say if tensors were replaced since the look-up before forward start; empty: none was.
+
+        An optimizer that replaces its own in each update has had a look-up at this very instant.
+        """
+        if self.forward_start.looked_up:
+            return ""
+        now = self.look_up()
+        then = self.forward_start.collected.lives[: len(now)]
+        same = [
+            [(live.name, id(live.tensor)) for live in watched_tensors(lives, private=True)]
+            for lives in (now, then)
+        ]
+        return "" if same[0] == same[1] else "the set of tensors has changed"
 
     def _torn(self, why: str) -> TornSnapshotError:
         return TornSnapshotError(f"step {self.step}, which a device still has: {why}")
@@ -244,7 +267,8 @@ class DeviceLag:
         if dram_copies is None:
             return None
         known = self._with_private_copies(forward_start), journal.weight_guard.reading_at_step_end
-        return PreUpdateState(step, step_end, *known, forward_positions, dram_copies)
+        look_up = journal.boundary_state.inventory.shared
+        return PreUpdateState(step, step_end, *known, forward_positions, dram_copies, look_up)
 
     def _with_private_copies(self, capture: BoundaryCapture) -> BoundaryCapture:
         """Return the instant with private copies that no later instant fills anew."""

@@ -64,6 +64,8 @@ class BoundaryCapture:
     reading: TensorReading | None = None
     """Addresses and versions of the tensors of `collected` at forward start. None: of step end, or
     the tensors are not the live ones."""
+    looked_up: bool = True
+    """False: these are the tensors of an earlier look-up, and some may have been replaced since."""
 
     @property
     def early(self) -> bool:
@@ -245,9 +247,8 @@ class StepJournal:
         full = full or self._rechecks > 0 or step % RECHECK_STEPS == 0
         with self.reporting:
             before = self._base
-            self.forward_start = self._take(
-                FORWARD, step, self.boundary_state.collect(full=full), seen=seen
-            )
+            taken = self._take(FORWARD, step, self.boundary_state.collect(full=full), seen=seen)
+            self.forward_start = replace(taken, looked_up=full)
             if full:
                 same = before is self._base
                 self._rechecks = max(self._rechecks - 1, 0) if same else RECHECK_STEPS

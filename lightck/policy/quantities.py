@@ -25,15 +25,15 @@ def percent(number: str) -> float:
 
 
 def exact_time(value_s: float) -> str:
-    """Return a time in words that mean exactly that float."""
+    """Return a time in words that mean exactly that float; NumPy's is one, with another repr."""
     whole = (u for u in ("d", "h", "min") if value_s and value_s % float(UNITS[u]) == 0)
     unit = next(whole, "s")
-    return f"{_plain(Decimal(repr(value_s)) / Decimal(UNITS[unit]))} {unit}"
+    return f"{_plain(Decimal(repr(float(value_s))) / Decimal(UNITS[unit]))} {unit}"
 
 
 def exact_percent(share: float) -> str:
     """Return a share in words that mean exactly that float."""
-    return f"{_plain(Decimal(repr(share)) * 100)} %"
+    return f"{_plain(Decimal(repr(float(share))) * 100)} %"
 
 
 def in_units(value_s: float) -> str:

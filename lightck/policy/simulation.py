@@ -471,7 +471,7 @@ class _Play:
                 self.record = self.record.failed(recovered=saved, world=world, active=active)
         if self._losses and not saved:
             held = [each for each in self.curves if each[0] <= self.saved.step]
-            self.curve = held[-1][1] if held else LossCurve()
+            self.curve, self.curves = held[-1][1] if held else LossCurve(), held[-1:]
             self.progress = self.curve.progress
 
     def outcome(self, horizon_s: float) -> PlayedRun:

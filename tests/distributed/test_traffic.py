@@ -24,9 +24,8 @@ from support.distributed.replicas import STEPS, Case, made, micro_batch, train
 
 def traced(me: Me, case: Case, folder: Path, **settings: Any) -> dict[str, Any]:
     """The document of a training."""
-    file = folder / f"{me.rank}.json"
-    train(me, case, folder, trace=file, **settings)
-    return json.loads(file.read_text())
+    train(me, case, folder, trace=folder / "trace.json", **settings)
+    return json.loads((folder / f"trace.rank{me.rank}.json").read_text())
 
 
 def slices(document: dict[str, Any], category: str) -> list[dict[str, Any]]:
@@ -172,7 +171,7 @@ def test_a_picture_has_a_row_for_the_reduction(tmp_path: Path) -> None:
 
     with ranks.started(2, lambda me: traced(me, Case(), tmp_path, schedule="comm")) as job:
         job.results()
-    shown = timeline_data.read(tmp_path / "0.json")
+    shown = timeline_data.read(tmp_path / "trace.rank0.json")
     assert timeline_data.REDUCTION in shown.tracks
     timeline_plot.draw(shown, tmp_path / "picture.svg", ".svg")
     text = (tmp_path / "picture.svg").read_text()
@@ -182,7 +181,7 @@ def test_a_picture_has_a_row_for_the_reduction(tmp_path: Path) -> None:
 def test_a_wait_is_a_phase_of_its_own_in_the_table(tmp_path: Path) -> None:
     with ranks.started(2, lambda me: traced(me, Case(), tmp_path)) as job:
         job.results()
-    shown = timeline_data.read(tmp_path / "1.json")
+    shown = timeline_data.read(tmp_path / "trace.rank1.json")
     assert all(timeline_data.row_of(shown, step)["wait"] > 0 for step in shown.steps)
 
 

@@ -17,6 +17,7 @@ from torch import nn
 
 import lightck
 from lightck.cli.main import main
+from lightck.cli.top import _since
 from lightck.watch import readings
 from support import processes
 
@@ -312,6 +313,17 @@ def test_many_regions_are_a_table(region_dir: Path, capsys: Any) -> None:
     lines = capsys.readouterr().out.splitlines()
     assert lines[1].split()[:4] == ["RANK", "TRAINER", "STEP", "COMMITTED"]
     assert [line.split()[1:5] for line in lines[2:]] == [["gone", "3", "2", "1"]] * 3
+
+
+def test_another_handle_of_the_same_process_is_not_taken_for_the_last_one() -> None:
+    first: dict[str, Any] = {"process": 7, "began_ns": 1, "began_s": 3.0, "step": 5}
+    first |= {"bytes_copied": 300, "stall_s": {"fence": 0.9}, "stall_s_per_step": 0.1}
+    second = {**first, "began_ns": 2, "began_s": 8.0, "step": 20, "bytes_copied": 50}
+    row: dict[str, Any] = {"published": {**second, "write_rate": 6.25}, "since_s": None}
+    _since(row, first)
+    assert row == {"published": {**second, "write_rate": 6.25}, "since_s": None}
+    _since(row, {**second, "began_s": 6.0, "step": 18, "bytes_copied": 30})
+    assert row["since_s"] == 2.0 and row["published"]["write_rate"] == 10.0
 
 
 def test_looking_again_shows_what_happened_in_between(

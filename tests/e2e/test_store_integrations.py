@@ -254,6 +254,22 @@ def test_a_folder_without_a_note_is_accelerate_s_and_one_that_is_too_old_is_told
         accelerated(region_dir, data, states=True, begin="at-12")
 
 
+def test_each_of_two_quick_states_is_loaded_from_its_own_folder(region_dir: Path) -> None:
+    accelerate = pytest.importorskip("accelerate")
+    from lightck.integrations.accelerate_state import register
+
+    accelerator, model = accelerate.Accelerator(cpu=True), nn.Linear(64, 64)
+    accelerator.prepare(model)
+    slow = {"slots": 4, "write_limit": 1 << 16}  # the first is not committed as the second comes
+    with register(accelerator, region_dir / "store", **slow):
+        for value in (1.0, 2.0):
+            nn.init.constant_(model.weight, value)
+            accelerator.save_state(str(region_dir / f"out-{value}"))
+        for value in (1.0, 2.0):
+            accelerator.load_state(str(region_dir / f"out-{value}"))
+            assert model.weight.unique().tolist() == [value]
+
+
 def test_what_accelerate_has_not_prepared_is_refused(region_dir: Path) -> None:
     accelerate = pytest.importorskip("accelerate")
     from lightck.integrations.accelerate_state import register

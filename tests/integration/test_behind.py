@@ -273,6 +273,26 @@ def test_a_weight_that_the_loop_changes_in_the_window_costs_the_step(
     handle.detach()
 
 
+@pytest.mark.parametrize("replaces", [False, True])
+def test_state_that_the_loop_has_replaced_since_the_last_look_up_costs_the_step(
+    device: EmulatedDevice, run_dir: Path, replaces: bool
+) -> None:
+    """A restart of the momentum: the tensor that lightck knows is not the optimizer's any more."""
+    job = Job(device)
+    handle = attached(job, run_dir, close_timeout_s=2.0)
+    for _ in range(9):  # tensors that were the same for some steps are not looked up at each
+        job.step()
+    if replaces:
+        state = job.optimizers[0].state[job.layers[0].weight]
+        state["momentum"] = device.empty(state["momentum"].shape)
+    gate = ahead(job)
+    saved = save(handle)
+    assert (saved.step, saved.fresh) == ((None, False) if replaces else (9, True)), saved
+    assert ("the set of tensors has changed" in saved.why) == replaces
+    gate.reach()
+    handle.detach()
+
+
 @pytest.mark.parametrize("way", ["host", "direct"])
 def test_copies_of_a_later_step_that_wait_cost_it(
     device: EmulatedDevice, run_dir: Path, way: str

@@ -433,10 +433,28 @@ def test_a_pinned_step_stays_until_the_pin_is_taken_away(
     assert main(["pin", "--step", "99", str(run_dir)]) == 2
 
 
+def test_rm_removes_no_step_that_was_not_asked_about(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    loop = adam_loop()
+    run(run_dir, loop, 2, policy=1, keep=9)
+
+    def answer(question: str) -> str:
+        run(run_dir, loop, 2, policy=1, keep=9)  # a trainer keeps more meanwhile
+        return "y"
+
+    monkeypatch.setattr("builtins.input", answer)
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True)
+    assert main(["rm", "--keep", "newest 1", str(run_dir)]) == 0
+    assert "step-1" in capsys.readouterr().out
+    assert kept_steps(run_dir) == [2, 3, 4]
+
+
 def test_rm_prunes_by_words_and_removes_all_with_the_run(
     run_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run(run_dir, adam_loop(), 6, {2: 0.1, 4: 0.2}, policy=1, keep=9)
+    assert main(["rm", "--yes", "--keep", "newest 1", str(run_dir / "no")]) == 2
     assert main(["rm", "--yes", "--keep", "newst", str(run_dir)]) == 2
     assert "newst" in capsys.readouterr().err
     assert main(["rm", "--yes", "--keep", "best loss", str(run_dir)]) == 0

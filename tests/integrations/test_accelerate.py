@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
 
 from support.integrations.chain import Chain
 
@@ -48,3 +51,30 @@ def test_what_could_not_be_exact_is_refused_with_the_way_out(
     chain: Callable[..., Chain], params: dict[str, Any], text: str
 ) -> None:
     chain("accelerate_loop.py", params=params).refused(text)
+
+
+def test_each_run_over_one_loader_draws_its_own_orders_and_so_do_passes_behind_them(
+    tmp_path: Path,
+) -> None:
+    """A notebook's cell that is run again: its `Lightck` is another, the prepared loader is not."""
+    from accelerate import Accelerator
+
+    from lightck.integrations.accelerate import Lightck
+
+    torch.manual_seed(5)
+    accelerator, net = Accelerator(cpu=True), torch.nn.Linear(1, 1)
+    data = DataLoader(TensorDataset(torch.arange(9.0)[:, None]), shuffle=True)
+    model, optimizer, loader = accelerator.prepare(net, torch.optim.SGD(net.parameters()), data)
+    orders = []
+    for name in ("first", "second"):
+        with Lightck(accelerator, tmp_path / name) as ck:
+            for _ in ck.epochs(3):
+                orders.append([])
+                for (x,) in ck.batches(loader):
+                    orders[-1].append(int(x))
+                    accelerator.backward(model(x).sum())
+                    optimizer.step()
+                    optimizer.zero_grad()
+    orders += [[int(x) for (x,) in loader] for _ in range(3)]
+    assert len({tuple(each) for each in orders}) == 9
+    assert all(sorted(each) == [*range(9)] for each in orders)

@@ -115,3 +115,57 @@ def test_the_history_keeps_the_step_that_the_trainer_found_best(
     run.check("forward 5.0", "validation 8")
     kept = [each.kept.step for each in item.every_item(run.folder / "run" / "snapshots")]
     assert run.notes("best step")[-1] in kept
+
+
+# ---- in this process: a Trainer's own checkpoint, and a cell that is run again -------------------
+
+
+def trainer_of(folder: Path, steps: int, **given: Any) -> Any:
+    """A Trainer of a tiny model, which writes a checkpoint of its own behind step 3."""
+    from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+
+    sizes = {"n_layer": 1, "n_head": 1, "n_embd": 8, "vocab_size": 16, "n_positions": 8}
+    rows = [{"input_ids": [i % 16] * 4, "labels": [i % 16] * 4} for i in range(24)]
+    words = TrainingArguments(
+        str(folder), max_steps=steps, save_strategy="steps", save_steps=3, report_to=[],
+        use_cpu=True, per_device_train_batch_size=2, disable_tqdm=True, logging_steps=1,
+    )  # fmt: skip
+    return Trainer(GPT2LMHeadModel(GPT2Config(**sizes)), words, train_dataset=rows, **given)
+
+
+def test_a_run_that_begins_from_the_trainer_s_own_checkpoint_can_be_resumed(
+    tmp_path: Path,
+) -> None:
+    from lightck.integrations.transformers import LightckCallback
+
+    trainer_of(tmp_path / "out", 3).train()
+    begun = str(tmp_path / "out" / "checkpoint-3")
+    for steps in (5, 7):
+        trainer = trainer_of(tmp_path / "other", steps)
+        ck = LightckCallback(tmp_path / "run", policy=1).bind(trainer)
+        trainer.train(resume_from_checkpoint=ck.checkpoint() or begun)
+        assert trainer.state.global_step == steps
+        assert ck.handle is not None and ck.handle.step == steps
+    assert ck.info is not None and ck.info.step == 5
+
+
+def test_a_cell_whose_training_was_interrupted_can_be_run_again(tmp_path: Path) -> None:
+    from transformers import TrainerCallback
+
+    from lightck.integrations.transformers import LightckCallback
+
+    class Interrupts(TrainerCallback):  # type: ignore[misc]
+        ready = True
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+            if self.ready and state.global_step == 4:
+                self.ready = False
+                raise KeyboardInterrupt
+
+    trainer = trainer_of(tmp_path / "out", 6, callbacks=[Interrupts()])
+    ck = LightckCallback(tmp_path / "run", policy=1).bind(trainer)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train(resume_from_checkpoint=ck.checkpoint())
+    trainer.train(resume_from_checkpoint=ck.checkpoint())
+    assert trainer.state.global_step == 6
+    assert ck.info is not None and ck.info.step in (3, 4)

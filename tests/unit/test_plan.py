@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from lightck.cli import plan_data
 from lightck.cli.main import main
 from lightck.cli.plan_data import PUBLISHED, read_trace, time_of
 from lightck.policy.failure_record import FailureRecord
@@ -230,6 +231,36 @@ def _planned(
     monkeypatch.setattr("lightck.cli.plan_data._sizes", lambda path: (1, 1000))
     document = _document(capsys, str(tmp_path), "--days", "1", "--policy", "1 h")
     return document, document["failures"]
+
+
+def test_a_run_s_own_ranks_fail_at_a_published_rate(
+    monkeypatch: pytest.MonkeyPatch, capsys: Any, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("lightck.examine.contents", _learned())
+    monkeypatch.setattr("lightck.cli.plan_data._sizes", lambda path: (8, 1000))
+    document = _document(capsys, str(tmp_path), *_QUICK, "--failures", "llama3")
+    assert [row["ranks"] for row in document["rows"]] == [8, 8]
+
+
+@pytest.mark.parametrize(
+    ("files", "sizes"),
+    [
+        ({"region-00000.lck": (0, 500), "region-00001.lck": (1, 480)}, (2, 980)),
+        ({"region-00000.lck": (0, 500), "failure-00000-0.lck": (0, 1000)}, (2, 1000)),
+        ({"failure-00000-0.lck": (0, 1000)}, (2, 1000)),
+    ],
+    ids=["both", "one and a failure's", "a failure's"],
+)
+def test_a_run_s_ranks_and_bytes_are_those_of_its_job_after_a_failure_too(
+    monkeypatch: pytest.MonkeyPatch, files: dict[str, tuple[int, int]], sizes: tuple[int, int]
+) -> None:
+    rows = [
+        {"step": 9, "state": "whole", "world": 2, "rank": r, "payload_bytes": size, "file": name}
+        for name, (r, size) in files.items()
+    ]
+    early = [{**rows[0], "early": True}]  # of the same step, in another slot
+    monkeypatch.setattr(plan_data, "rows_at", lambda path, whole: [*rows, *early])
+    assert plan_data._sizes("run") == sizes
 
 
 def test_a_run_without_failures_is_not_said_to_fail_often(

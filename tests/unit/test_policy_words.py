@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -225,6 +226,11 @@ _ANY = st.recursive(
 @settings(max_examples=200)
 def test_every_policy_says_itself_in_words_that_mean_it_exactly(policy: Policy) -> None:
     assert parse(str(policy)) == policy
+
+
+def test_a_number_of_numpy_s_is_said_as_python_s() -> None:
+    means = np.mean([600.0, 600.0]), np.float64(0.035)
+    assert str(EverySeconds(means[0]) | Budget(means[1])) == "10 min or 3.5 %"
 
 
 @pytest.mark.parametrize(

@@ -217,6 +217,19 @@ def test_a_failure_goes_back_to_the_newest_snapshot_that_counts() -> None:
         assert played.rework_s == pytest.approx(lost_s)
 
 
+def test_two_failures_in_a_row_leave_what_a_snapshot_holds_of_the_loss() -> None:
+    costs = Costs(0.25, 0.0625, 60.0, 10.0, loss=lambda t: math.exp(-t / 3000))
+    play = simulation._Play(parse("quality"), costs, [], FailureRecord())
+    play.train_until(5000.0)
+    while play.opened == play.saved:
+        play.train_until(play.time_s + 1.0)
+    held = [curve for step, curve in play.curves if step <= play.saved.step][-1]
+    for _ in range(3):
+        play.fail(play.time_s + 0.1, saved=False)
+        assert play.curve is held
+        play.train_until(play.time_s + 20.0)  # the first step's snapshot is on its way
+
+
 def test_what_comes_while_the_job_is_down_does_nothing() -> None:
     costs = Costs(1.0, 0.0, restart_s=50.0)
     once = simulate(EverySteps(10), costs, [PlayedFailure(30.5)], 200.0)
