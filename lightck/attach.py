@@ -367,7 +367,8 @@ class _Parts:
         history = self._history(topology, pipeline.region)
         outcomes = Outcomes(pipeline, inventory, steps, self.reporter, history)
         is_restored = known.step == steps.step and not known.attached
-        early = (known.early and is_restored) or self.ranks.joining is not None
+        joins = self.ranks.joining is not None
+        early = (known.early and is_restored) or joins
         state = self._policy_state(topology, pipeline.region)
         due_check = DueCheck(
             self.config.policy,
@@ -376,7 +377,7 @@ class _Parts:
             state,
             topology.world,
             self.epochs,
-            healed=known.healed and is_restored,
+            healed=known.healed and is_restored and not joins,  # the others ask for nothing then
         )
         stall_timer, movement = StallTimer(pipeline.trace), Movement(self.extras)
         predictor = step_journal = device_lag = None
