@@ -499,7 +499,7 @@ class JitSaver:
         if alone or step_end is None or step_end.copies is None:
             return collected, boundary_state.encode(collected, checkpointer.steps.step, seen=False)
         blobs = boundary_state.encode_trees(step_end.step_end_values, step_end.forward_values)
-        return with_copies(collected, step_end.copies), blobs
+        return with_copies(collected, step_end.kept_copies), blobs
 
     def _open(
         self,

@@ -39,6 +39,8 @@ class CopyBuffer:
     _views: list[list[torch.Tensor]] = field(default_factory=list)
     _named_views: list[dict[str, torch.Tensor]] = field(default_factory=list)
     _changing_views: list[dict[str, torch.Tensor]] = field(default_factory=list)
+    options: tuple[str, ...] = ()
+    """The names of what no forward changes."""
     _filled: int = 1
     """The number of the buffer filled last, of the two that are filled in turn."""
     _last: int = 0
@@ -50,6 +52,7 @@ class CopyBuffer:
 
     def __post_init__(self) -> None:
         """Make the buffers."""
+        self.options = tuple(live.name for live in self.lives if not live.sync)
         tensors = [live.tensor for live in self.lives]
         for i, tensor in enumerate(tensors):
             (self._batched if _is_plain(tensor) else self._cloned).append(i)

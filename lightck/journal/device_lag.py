@@ -86,7 +86,8 @@ class PreUpdateState:
         if capture is None or capture.copies is None:
             raise self._torn("its boundary state is not kept")
         known = self.forward_start.collected
-        collected = with_copies(known, {**capture.copies, **self.dram_copies.by_name()})
+        copies = {**capture.copies, **self.dram_copies.by_name(), **capture.options}
+        collected = with_copies(known, copies)
         why = self._replaced() or _uncopied(collected.lives)
         why = why or (self._changed_before_forward() if early else "")
         if why:
@@ -275,11 +276,14 @@ class DeviceLag:
         copies = capture.copies
         if copies is None:
             return capture
-        if self._buffer_names[0] != copies.keys():
-            refilled = (n for n, each in copies.items() if is_readable(tensor_support.local(each)))
-            self._buffer_names = copies.keys(), frozenset(refilled)
-        private = {name: copies[name].clone() for name in self._buffer_names[1]}
-        return replace(capture, copies={**copies, **private})
+        every = capture.kept_copies
+        if self._buffer_names[0] != every.keys():
+            refilled = (n for n, each in every.items() if is_readable(tensor_support.local(each)))
+            self._buffer_names = every.keys(), frozenset(refilled)
+        private = {name: every[name].clone() for name in self._buffer_names[1]}
+        options = {name: private.get(name, each) for name, each in capture.options.items()}
+        copies = {name: private.get(name, each) for name, each in copies.items()}
+        return replace(capture, copies=copies, options=options)
 
 
 @dataclass(frozen=True, slots=True)

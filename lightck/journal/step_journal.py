@@ -64,6 +64,8 @@ class BoundaryCapture:
     reading: TensorReading | None = None
     """Addresses and versions of the tensors of `collected` at forward start. None: of step end, or
     the tensors are not the live ones."""
+    options: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """Private copies, of a step end, of what no forward changes, and a schedule before it may."""
     looked_up: bool = True
     """False: these are the tensors of an earlier look-up, and some may have been replaced since."""
 
@@ -81,6 +83,11 @@ class BoundaryCapture:
         at = [i for i, live in enumerate(lives) if not live.sync]
         tensors = [live.tensor for live in lives if not live.sync]
         return TensorReading(tensors, read.pointers[at], read.versions[at])
+
+    @property
+    def kept_copies(self) -> dict[str, torch.Tensor]:
+        """Return all private copies, by name."""
+        return {**self.options, **(self.copies or {})}
 
     @property
     def flags(self) -> int:
@@ -272,9 +279,10 @@ class StepJournal:
         if why or name:
             raise _torn(self.step, why or f"{name} is not what it was at the instant to be saved")
         state = newest.collected
-        if not kept.copies:
+        copies = kept.kept_copies
+        if not copies:
             return replace(kept, collected=state)
-        return replace(kept, collected=with_copies(state, kept.copies), reading=None)
+        return replace(kept, collected=with_copies(state, copies), reading=None)
 
     def changed_weight(self, *, early: bool) -> str:
         """Name a weight that is not what it was at forward start, or if `early` at step end.
@@ -343,6 +351,7 @@ class StepJournal:
         trees = self.boundary_state.trees(collected, step, seen=seen)
         copy_buffer = self._sorted_buffer(collected)
         copies = reading = None
+        options: dict[str, torch.Tensor] = {}
         if kind == FORWARD:
             self.weight_guard.forward_started()
             more = self._more.tensors
@@ -350,10 +359,12 @@ class StepJournal:
         if copy_buffer is not None:
             every = copy_buffer.fill()
             copies = copy_buffer.changing(every)
+            if kind == STEP_END:
+                options = {name: every[name] for name in copy_buffer.options}
             with self.reporting:
                 self._write(kind, step, trees, collected.share_digest, copy_buffer, every)
         self.pipeline.note_instant(at_forward=kind == FORWARD)
-        return BoundaryCapture(kind, step, *trees, collected, copies, reading)
+        return BoundaryCapture(kind, step, *trees, collected, copies, reading, options)
 
     def _sorted_buffer(self, collected: CollectedState) -> CopyBuffer | None:
         """Sort the tensors, as far as they are others now, and return a copy buffer for them.

@@ -15,7 +15,7 @@ from torch import nn
 import lightck
 from lightck.policy import AtSteps
 from lightck.region.native_region import FORWARD, STEP_END
-from support import faults
+from support import faults, internals
 from support.loops import Loop, adam_loop, digest, of_stored, steps_at, with_peers
 
 SOON_S = 100.0
@@ -434,3 +434,25 @@ def _region(path: Path) -> Iterator[Any]:
 def _record(path: Path) -> Any:
     with _region(path) as region:
         return region.recover().candidates[0].record
+
+
+def test_an_early_instant_has_the_rate_of_its_own_schedule(run_dir: Path) -> None:
+    """A rate that is a tensor: behind the step the schedule writes it, and no forward does."""
+    net, rate = nn.Linear(4, 4), torch.tensor(1.0)
+    optimizer = torch.optim.SGD(net.parameters(), lr=rate)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    extras = {"schedule": lightck.at_forward(schedule)}
+    handle = lightck.attach(net, optimizer, run_dir, policy=1000, extras=extras)
+    journal = internals.checkpointer(handle).step_journal
+    assert journal is not None
+    for epoch in range(2):
+        net(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+        schedule.step()
+        net(torch.ones(1, 4))
+        for early, power in ((True, epoch), (False, epoch + 1)):
+            kept = journal.as_of_boundary(early=early)
+            assert kept.forward_values["extras"]["schedule"]["last_epoch"] == power
+            (live,) = [each for each in kept.collected.lives if each.name.endswith("/lr")]
+            assert live.tensor.item() == 0.5**power
+    handle.close()
