@@ -284,6 +284,8 @@ class _AtForward(_AtStep):
 def _ordered(loader: Any, place: _Place) -> Any:
     """Return the loader's sampler; one that draws its order's seed is wrapped first."""
     sampler = _sampler(loader)
+    if isinstance(sampler, _Ordered):  # of the pass before, or of a `Lightck` that nobody closed
+        sampler = sampler.given_back()
     if type(sampler) is RandomSampler and sampler.generator is None:
         sampler = _batches_of(loader).sampler = _Ordered(sampler, place)
     return sampler

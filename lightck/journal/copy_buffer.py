@@ -40,7 +40,7 @@ class CopyBuffer:
     _named_views: list[dict[str, torch.Tensor]] = field(default_factory=list)
     _changing_views: list[dict[str, torch.Tensor]] = field(default_factory=list)
     options: tuple[str, ...] = ()
-    """The names of what no forward changes."""
+    """The names of the tensors that no forward changes."""
     _filled: int = 1
     """The number of the buffer filled last, of the two that are filled in turn."""
     _last: int = 0

@@ -65,7 +65,8 @@ class BoundaryCapture:
     """Addresses and versions of the tensors of `collected` at forward start. None: of step end, or
     the tensors are not the live ones."""
     options: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    """Private copies, of a step end, of what no forward changes, and a schedule before it may."""
+    """Private copies, of a step end only, of what no forward changes, but the loop before it may:
+    a learning rate that is a tensor."""
     looked_up: bool = True
     """False: these are the tensors of an earlier look-up, and some may have been replaced since."""
 
@@ -241,7 +242,9 @@ class StepJournal:
                 collected = self.boundary_state.inventory.collect_cached()
             own_weights = self.weight_guard.step_ended(collected.base)
             self.step_end = (
-                self._take(STEP_END, step, collected, seen=False) if own_weights else before
+                self._take(STEP_END, step, collected, seen=False, looked_up=False)
+                if own_weights
+                else before
             )
 
     def forward_started(self, step: int, *, seen: bool, full: bool) -> BoundaryCapture | None:
@@ -254,8 +257,8 @@ class StepJournal:
         full = full or self._rechecks > 0 or step % RECHECK_STEPS == 0
         with self.reporting:
             before = self._base
-            taken = self._take(FORWARD, step, self.boundary_state.collect(full=full), seen=seen)
-            self.forward_start = replace(taken, looked_up=full)
+            collected = self.boundary_state.collect(full=full)
+            self.forward_start = self._take(FORWARD, step, collected, seen=seen, looked_up=full)
             if full:
                 same = before is self._base
                 self._rechecks = max(self._rechecks - 1, 0) if same else RECHECK_STEPS
@@ -346,7 +349,7 @@ class StepJournal:
                 self._write(FENCE, step, trees, collected.share_digest, copy_buffer, copies)
 
     def _take(
-        self, kind: int, step: int, collected: CollectedState, *, seen: bool
+        self, kind: int, step: int, collected: CollectedState, *, seen: bool, looked_up: bool
     ) -> BoundaryCapture:
         trees = self.boundary_state.trees(collected, step, seen=seen)
         copy_buffer = self._sorted_buffer(collected)
@@ -364,7 +367,7 @@ class StepJournal:
             with self.reporting:
                 self._write(kind, step, trees, collected.share_digest, copy_buffer, every)
         self.pipeline.note_instant(at_forward=kind == FORWARD)
-        return BoundaryCapture(kind, step, *trees, collected, copies, reading, options)
+        return BoundaryCapture(kind, step, *trees, collected, copies, reading, options, looked_up)
 
     def _sorted_buffer(self, collected: CollectedState) -> CopyBuffer | None:
         """Sort the tensors, as far as they are others now, and return a copy buffer for them.

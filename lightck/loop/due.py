@@ -63,8 +63,8 @@ class DueCheck:
     healed: bool = False
     """True until a step ends, if ranks were given what was restored: that step is due.
 
-    Until one is committed, what was restored lies on fewer ranks than the others' snapshots, and a
-    rank's own part of it in its journal alone, which the next entries overwrite.
+    Until then the donor alone has what was restored, and a rank's own part of it may lie in its
+    journal alone, which the next entries overwrite.
     """
     overdue: bool = False
     """True if a due snapshot was skipped: the next step is due instead."""

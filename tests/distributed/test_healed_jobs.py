@@ -59,6 +59,20 @@ def golden() -> list[tuple[list[float], dict[str, torch.Tensor]]]:
         return job.results()
 
 
+def trained(folder: Path) -> Islands:
+    """Return two nodes whose ranks have trained and closed at step 5."""
+    islands = Islands(folder, 2, 2)
+
+    def train(me: ranks.Me) -> None:
+        path, training = islands.enter(me.rank), begin(me)
+        with training.attach(path, extras={"data": training.data}, policy=1000):
+            losses_of(training, 5)
+
+    with ranks.started(2, train) as job:
+        job.results()
+    return islands
+
+
 def go_on(islands: Islands) -> list[Any]:
     """(info, losses, last state) of each rank."""
 
@@ -121,15 +135,7 @@ def test_a_killed_node_costs_one_minibatch_and_goes_on_exactly(
 
 
 def test_a_damaged_replica_is_mended_and_the_job_goes_on_exactly(tmp_path: Path) -> None:
-    islands = Islands(tmp_path, 2, 2)
-
-    def train(me: ranks.Me) -> None:
-        path, training = islands.enter(me.rank), begin(me)
-        with training.attach(path, extras={"data": training.data}, policy=1000):
-            losses_of(training, 5)
-
-    with ranks.started(2, train) as job:
-        job.results()
+    islands = trained(tmp_path)
     islands.alter(1, 5, "model/0.weight")
     for rank, (info, losses, state) in enumerate(go_on(islands)):
         assert info.step == 5 and info.healed and not info.skipped
@@ -144,15 +150,7 @@ def test_a_damaged_replica_is_mended_and_the_job_goes_on_exactly(tmp_path: Path)
 def test_what_a_donor_alone_had_lies_on_both_nodes_a_step_later_whatever_the_policy(
     tmp_path: Path,
 ) -> None:
-    islands = Islands(tmp_path, 2, 2)
-
-    def train(me: ranks.Me) -> None:
-        path, training = islands.enter(me.rank), begin(me)
-        with training.attach(path, extras={"data": training.data}, policy=1000):
-            losses_of(training, 5)
-
-    with ranks.started(2, train) as job:
-        job.results()
+    islands = trained(tmp_path)
     islands.file(1).unlink()
 
     def life(me: ranks.Me) -> Any:

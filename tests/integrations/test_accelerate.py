@@ -67,14 +67,15 @@ def test_each_run_over_one_loader_draws_its_own_orders_and_so_do_passes_behind_t
     model, optimizer, loader = accelerator.prepare(net, torch.optim.SGD(net.parameters()), data)
     orders = []
     for name in ("first", "second"):
-        with Lightck(accelerator, tmp_path / name) as ck:
-            for _ in ck.epochs(3):
-                orders.append([])
-                for (x,) in ck.batches(loader):
-                    orders[-1].append(int(x))
-                    accelerator.backward(model(x).sum())
-                    optimizer.step()
-                    optimizer.zero_grad()
+        ck = Lightck(accelerator, tmp_path / name)
+        for _ in ck.epochs(3):
+            orders.append([])
+            for (x,) in ck.batches(loader):
+                orders[-1].append(int(x))
+                accelerator.backward(model(x).sum())
+                optimizer.step()
+                optimizer.zero_grad()
+        (ck.handle if name == "first" else ck).close()  # whoever closes, and whatever
     orders += [[int(x) for (x,) in loader] for _ in range(3)]
     assert len({tuple(each) for each in orders}) == 9
     assert all(sorted(each) == [*range(9)] for each in orders)
