@@ -70,6 +70,8 @@ def measure(job: Job) -> list[Record]:
                     for name, value in parts.items():
                         found.setdefault(name, []).append(value)
                 job.tell(f"{failure + 1} of {count} failures: {parts}")
+            if running.spare and case == "in place":
+                running.require_spares()
             last = running.stop()
             most["rss_bytes"] = max(most.get("rss_bytes", 0), running.most("rss", 0))
             if case == "in place":
@@ -252,6 +254,16 @@ class _Running:
             status = -1
         if status:
             raise BenchError(f"the job's end: status {status}: {self.log()}")
+
+    def require_spares(self) -> None:
+        """Refuse a job whose spares had to start Python anew: it is no measurement of spares.
+
+        Raises:
+            BenchError: with what the job has said of it.
+        """
+        said = (self.folder / "log").read_text(errors="replace").splitlines()
+        if unused := [line for line in said if "spare_not_used" in line]:
+            raise BenchError(f"{len(unused)} replacements without a spare: {unused[0]}")
 
     def log(self) -> str:
         """Return the end of what the job has said."""

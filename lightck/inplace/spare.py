@@ -22,7 +22,7 @@ import signal
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import FrameType
 from typing import Any
 
@@ -99,19 +99,22 @@ def _wait() -> dict[str, Any] | None:
 class WatchedEnvironment(_Environment):  # type: ignore[misc] # `os.environ`, whose class it becomes
     """The environment, which notes what is read and written of it while modules are imported.
 
-    A copy of all of it is taken for a look at what is there, as many modules have one: of names
-    that are not there it notes nothing.
+    A pass over all of it is not: many modules make a copy for their children, or look for names of
+    their own (tqdm's begin with `TQDM_`), and a `MASTER_PORT` of the job's is nothing to them.
     """
 
     read: dict[str, tuple[str | None, str]]
     """By name the value that was read first, and by which module."""
     written: set[str]
+    passed: list[str]
+    """The names that a pass over all has still before it, the next one last."""
 
     @classmethod
     def watch(cls) -> WatchedEnvironment:
         """Let `os.environ` be one of these."""
         watched: Any = os.environ
-        watched.read, watched.written, watched.__class__ = {}, set(), cls
+        watched.read, watched.written, watched.passed = {}, set(), []
+        watched.__class__ = cls
         found: WatchedEnvironment = watched
         return found
 
@@ -124,6 +127,11 @@ class WatchedEnvironment(_Environment):  # type: ignore[misc] # `os.environ`, wh
         self._note(name, value)
         return value
 
+    def __iter__(self) -> Iterator[str]:
+        names = [*super().__iter__()]
+        self.passed = names[::-1]
+        return iter(names)
+
     def __setitem__(self, name: str, value: str) -> None:
         self.written.add(name)
         super().__setitem__(name, value)
@@ -133,6 +141,10 @@ class WatchedEnvironment(_Environment):  # type: ignore[misc] # `os.environ`, wh
         super().__delitem__(name)
 
     def _note(self, name: str, value: str | None) -> None:
+        if self.passed and name == self.passed[-1]:  # of items(), or of a copy: one by one
+            self.passed.pop()
+            return
+        self.passed = []
         if name not in self.written and name not in self.read:
             self.read[name] = value, _importing()
 
