@@ -91,8 +91,8 @@ def prune(path: str | os.PathLike[str], keep: Keep, listed: Sequence[RunFile]) -
             continue
         with contextlib.ExitStack() as held, contextlib.suppress(FileNotFoundError):
             files = _of_item(each, held)  # unless a trainer has removed it meanwhile
-            item.remove(each)
-            removed += files
+            if item.remove(each, unless_pinned=True):
+                removed += files
     return removed
 
 

@@ -229,8 +229,15 @@ def plain(metrics: Mapping[str, float]) -> dict[str, float | str]:
 # ---- removed, left, pinned -----------------------------------------------------------------------
 
 
-def remove(item: Item) -> None:
+def remove(item: Item, *, unless_pinned: bool = False) -> bool:
     """Remove an item durably: once this begins it is none, whatever ends it.
+
+    Args:
+        item: what to remove.
+        unless_pinned: leave it if it was pinned since it was read.
+
+    Returns:
+        Whether it is gone.
 
     Raises:
         RegionError: the folder cannot be changed.
@@ -238,12 +245,16 @@ def remove(item: Item) -> None:
     gone = item.folder.with_name(f".gone-{secrets.token_hex(4)}")
     try:
         os.rename(item.folder, gone)
+        if unless_pinned and _is_there(gone / PIN):  # from here on nobody can pin it
+            os.rename(gone, item.folder)
+            return False
         location.sync_folder(gone.parent)
         shutil.rmtree(gone)
     except FileNotFoundError:
-        return  # others have removed it
+        return True  # others have removed it
     except OSError as error:
         raise RegionError(f"{item.folder}: cannot be removed: {error.strerror}") from error
+    return True
 
 
 def remove_folder(run: Path) -> None:

@@ -11,13 +11,14 @@ replaced on the object that `prepare` returned: within `save_state` they give, a
 from __future__ import annotations
 
 import os
+import secrets
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
 import lightck
-from lightck.errors import ConfigError
+from lightck.errors import ConfigError, NoSnapshotError
 from lightck.integrations import store_file
 from lightck.store import SaveFuture
 
@@ -114,21 +115,33 @@ class AcceleratedStates:
             if self.future is not None:
                 self.future.result()  # its number is taken once it is committed
             step = 1 + max(self.store.steps(), default=0)
-            state = {"models": list(weights), "optimizers": optimizers}
+            # A run that is killed before the commit leaves a folder whose number the next one takes.
+            name = secrets.token_hex(8)
+            state = {"models": list(weights), "optimizers": optimizers, "name": name}
             self.future = self.store.save(state, step)
-            store_file.point(Path(folder, _FILE), self._path, step)
+            store_file.point(Path(folder, _FILE), self._path, step, name)
         weights.clear()
         self._noted = set(range(len(self._optimizers)))
 
     def _load(self, models: list[Any], folder: str) -> None:
         """Load what the folder says is in the store; a folder that names none is Accelerate's."""
-        said = store_file.read(Path(folder, _FILE))
+        try:
+            if self.future is not None:
+                self.future.result()
+        finally:
+            self._accelerator.wait_for_everyone()  # the main process alone knows when it is there
+        file = Path(folder, _FILE)
+        said = store_file.read(file)
         self._loaded = []
         if said is None:
             return
-        if self.future is not None:
-            self.future.result()
-        state = self.store.load(said[1])
+        state = self.store.load(said.step)
+        if state.get("name") != said.name:
+            raise NoSnapshotError(
+                f"{file} names step {said.step} of the store at {self._path}, which is the state of"
+                " another save_state: this one's was not committed when its run was killed; load"
+                " the folder of an earlier one"
+            )
         for model, weights in zip(models, state["models"], strict=True):
             model.load_state_dict(weights)
         models.clear()

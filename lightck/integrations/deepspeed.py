@@ -72,6 +72,8 @@ def attach(
         keeps_alike(model)
     info = lightck.restore(model, optimizer, path, extras=given, step=step)
     handle = lightck.attach(model, optimizer, path, extras=given, **settings)
+    if handle.step != engine.global_steps:  # the engine has loaded a checkpoint of its own
+        handle.replaced(engine.global_steps)
     return Resumed(handle, info, _MarkedStep(engine, handle).remove)
 
 

@@ -123,8 +123,7 @@ class LightckCheckpointIO(CheckpointIO):  # type: ignore[misc]
         if map_location is not None and torch.device(map_location).type != "cpu":
             raise ConfigError(f"map_location = {map_location!r}: a store loads to the CPU")
         self._resumed = os.path.realpath(path)
-        where, step = said
-        loaded: dict[str, Any] = lightck.Store(where).load(step)
+        loaded: dict[str, Any] = lightck.Store(said.store).load(said.step)
         return loaded
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
@@ -155,7 +154,8 @@ class LightckCheckpointIO(CheckpointIO):  # type: ignore[misc]
             self._store = lightck.Store(self._path, **self._settings)
         if not self._held:
             for name, step in self._index()[0].items():
-                if store_file.read(Path(name)) == (self._path, step):
+                said = store_file.read(Path(name))
+                if said is not None and (said.store, said.step) == (self._path, step):
                     with suppress(NoSnapshotError):
                         self._held[name] = self._store.hold(step)
         return self._store

@@ -10,25 +10,36 @@ import os
 import secrets
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-_STORE, _STEP = "lightck.Store", "step"
+_STORE, _STEP, _NAME = "lightck.Store", "step", "name"
 _MARK = f'{{"{_STORE}": '.encode()
 _MOST_BYTES = 1 << 16
 
 
-def point(file: Path, store: Path, step: int) -> None:
-    """Let `file` say that its checkpoint is the state dict of `step` in a store."""
-    write(file, {_STORE: os.path.abspath(store), _STEP: step})
+class Place(NamedTuple):
+    """Where a checkpoint is: the state dict of a step in a store, and the name that it has there.
+
+    The name is for those who write the file before the commit; else it is empty.
+    """
+
+    store: Path
+    step: int
+    name: str
 
 
-def read(file: Path) -> tuple[Path, int] | None:
-    """Return the store and the step that a file names; None if it is another file, or none."""
+def point(file: Path, store: Path, step: int, name: str = "") -> None:
+    """Let `file` say where its checkpoint is."""
+    write(file, {_STORE: os.path.abspath(store), _STEP: step, _NAME: name})
+
+
+def read(file: Path) -> Place | None:
+    """Return where a file's checkpoint is; None if it is another file, or none."""
     try:
         with open(file, "rb") as opened:
             text = opened.read(_MOST_BYTES)
         said = json.loads(text) if text.startswith(_MARK) else {}
-        return Path(said[_STORE]), int(said[_STEP])
+        return Place(Path(said[_STORE]), int(said[_STEP]), str(said[_NAME]))
     except (OSError, ValueError, KeyError, TypeError):
         return None
 

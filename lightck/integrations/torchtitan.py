@@ -130,6 +130,9 @@ class LightckCheckpointer(BaseCheckpointManager):  # type: ignore[misc]
                 policy=config.interval,
                 config=config.settings or None,
             )
+            begun = getattr(self._given["states"].get("train_state"), "step", self.handle.step)
+            if self.handle.step != begun:  # what it began from had the Trainer's state in it
+                self.handle.replaced(begun)
         return loaded
 
     def _load_initial(self) -> bool:

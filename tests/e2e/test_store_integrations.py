@@ -270,6 +270,30 @@ def test_each_of_two_quick_states_is_loaded_from_its_own_folder(region_dir: Path
             assert model.weight.unique().tolist() == [value]
 
 
+def test_a_folder_whose_state_was_not_committed_never_gives_the_next_run_s(
+    region_dir: Path,
+) -> None:
+    accelerate = pytest.importorskip("accelerate")
+    from lightck.integrations.accelerate_state import register
+
+    accelerator, model = accelerate.Accelerator(cpu=True), nn.Linear(64, 64)
+    accelerator.prepare(model)
+
+    def die_before_the_commit(parent: processes.Parent) -> None:
+        register(accelerator, region_dir / "store", write_limit=1)
+        accelerator.save_state(str(region_dir / "killed"))
+        os._exit(9)
+
+    assert processes.start(die_before_the_commit).join() == 9
+    with register(accelerator, region_dir / "store") as states:
+        accelerator.save_state(str(region_dir / "next"))
+        assert states.future is not None
+        states.future.result()
+        with pytest.raises(lightck.NoSnapshotError, match="step 1 .* was not committed"):
+            accelerator.load_state(str(region_dir / "killed"))
+        accelerator.load_state(str(region_dir / "next"))
+
+
 def test_what_accelerate_has_not_prepared_is_refused(region_dir: Path) -> None:
     accelerate = pytest.importorskip("accelerate")
     from lightck.integrations.accelerate_state import register

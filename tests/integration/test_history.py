@@ -15,10 +15,11 @@ import pytest
 import torch
 
 import lightck
-from lightck import examine
+from lightck import examine, removal
 from lightck.cli.main import main
 from lightck.errors import ConfigError, NoSnapshotError, RegionError, UnrestoredError
 from lightck.history import history, item
+from lightck.policy.keep import Newest, steps_to_keep
 from lightck.region import snapshot_copy
 from support.histories import (
     check_items,
@@ -431,6 +432,27 @@ def test_a_pinned_step_stays_until_the_pin_is_taken_away(
     run(run_dir, loop, 1, policy=1, keep=2)
     assert kept_steps(run_dir) == [6, 7]
     assert main(["pin", "--step", "99", str(run_dir)]) == 2
+
+
+@pytest.mark.parametrize("by", [history, removal], ids=["the trainer", "rm"])
+def test_a_step_that_is_pinned_while_the_policy_chooses_stays(
+    run_dir: Path, by: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop = adam_loop()
+    run(run_dir, loop, 2, policy=1, keep=9)
+
+    def choose(keep: Any, kept: Any) -> frozenset[int]:
+        item.pin(next(e for e in item.every_item(run_dir) if e.kept.step == 1), pinned=True)
+        return steps_to_keep(keep, kept)
+
+    chosen = "newest 1" if by is history else 9
+    monkeypatch.setattr(by, "steps_to_keep", choose)
+    run(run_dir, loop, 1, policy=1, keep=chosen)
+    if by is removal:
+        listed = [removal.RunFile(run_dir / f"history/step-{n}/region", 0) for n in (1, 2)]
+        removed = removal.prune(run_dir, Newest(1), listed)
+        assert {file.path.parent.name for file in removed} == {"step-2"}
+    assert kept_steps(run_dir) == [1, 3]
 
 
 def test_rm_removes_no_step_that_was_not_asked_about(

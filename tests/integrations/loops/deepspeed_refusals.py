@@ -1,4 +1,4 @@
-"""Engines of DeepSpeed that are refused, and a step that fails inside of one."""
+"""Engines of DeepSpeed that are refused, that fail within a step, and that begin elsewhere."""
 
 from __future__ import annotations
 
@@ -108,7 +108,23 @@ def failures() -> None:
     train(again, None, 6)  # without lightck
 
 
+def beginnings() -> None:
+    """Begin from a checkpoint of DeepSpeed's own: steps count as the engine counts them."""
+    engine, own = made(), os.path.join(os.path.dirname(probe.PATH), "own")
+    train(engine, None, 4)
+    engine.save_checkpoint(own)
+    again = made()
+    again.load_checkpoint(own)
+    path = f"{probe.PATH}-begun"
+    with ours.attach(again, path) as run:
+        assert run.info is None and run.step == again.global_steps == 4, run.step
+        train(again, run, 6)
+        assert run.step == 6
+    assert lightck.snapshots(path)["step"][0].as_py() == 6
+
+
 refusals()
 failures()
+beginnings()
 sys.stdout.flush()
 os._exit(0)

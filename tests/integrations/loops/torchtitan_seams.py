@@ -124,6 +124,16 @@ def beginnings() -> None:
     assert fresh.manager.load() and fresh.state.step == 0
     fresh.manager.close()
 
+    base = Job(CheckpointManager.Config(enable=True, folder="whole", interval=2), 1)
+    base.train(3)
+    base.manager.close()
+    whole = config | {"folder": "from-whole", "initial_load_path": str(folder / "whole" / "step-2")}
+    begun = Job(LightckCheckpointer.Config(**whole, initial_load_model_only=False, interval=2), 2)
+    assert begun.manager.load() and begun.state.step == begun.manager.handle.step == 2
+    begun.train(5)
+    begun.manager.close()
+    assert lightck.snapshots(folder / "from-whole")["step"][0].as_py() == 5
+
     reader = Job(LightckCheckpointer.Config(**config, load_only=True), 3)
     assert reader.manager.load(step=4) and reader.manager.handle is None
     assert not reader.manager.save(5)
