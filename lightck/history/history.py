@@ -519,9 +519,7 @@ class History:
         every = {each.step for each in there}
         chosen = self._asked(lambda: steps_to_keep(self.keep, there), otherwise=every)
         unkept = [each for each in whole if each.kept.step not in chosen]
-        chosen |= {
-            each.kept.step for each in unkept if not item.remove(each, unless_pinned=True)
-        }
+        chosen |= {each.kept.step for each in unkept if not item.remove(each, unless_pinned=True)}
         # Every rank copies in the same order: what one has not copied before an item that all have,
         # made in this life, it never will.
         newest = max((each.step for each in there if each.step in self._made), default=-1)

@@ -115,7 +115,7 @@ class AcceleratedStates:
             if self.future is not None:
                 self.future.result()  # its number is taken once it is committed
             step = 1 + max(self.store.steps(), default=0)
-            # A run that is killed before the commit leaves a folder whose number the next one takes.
+            # A run that is killed before the commit leaves a folder whose number is taken anew.
             name = secrets.token_hex(8)
             state = {"models": list(weights), "optimizers": optimizers, "name": name}
             self.future = self.store.save(state, step)
