@@ -94,8 +94,8 @@ class UpdateTable:
 
     def prepare(self, optimizer: Optimizer) -> str:
         """Bring rows, rules and tasks up to date; return why torch has to step, or nothing."""
-        if getattr(optimizer, "grad_scale", None) is not None:
-            return "a GradScaler leaves the unscaling to the step"
+        if any(getattr(optimizer, name, None) is not None for name in ("grad_scale", "found_inf")):
+            return "a GradScaler leaves it to the step whether gradients are finite"
         if flushes_denormals():
             return "the thread flushes denormals, and other threads may not"
         groups = optimizer.param_groups

@@ -154,6 +154,18 @@ class DeviceTransfer:
             begin, i = stop, i + 1
         return found
 
+    def copies(
+        self, begin: int, end: int, place: torch.Tensor | None
+    ) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
+        """Return targets and sources for a chunk's bytes, by way of a place of the ring if given."""
+        sources = self.views(self.sources, begin, end)
+        if place is None:
+            assert self.extents is not None
+            return self.within_pieces(self.views(self.extents, begin, end), sources)
+        if self.spare is not None:
+            return [place[: end - begin]], [self.spare[begin:end]]
+        return place[: end - begin].split([each.numel() for each in sources]), sources
+
     def within_pieces(
         self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
@@ -415,17 +427,11 @@ class TransferEngine:
             if transfer.is_over or (place is None and transfer.extents is None):
                 self._give_back(place)
                 return
-            sources = transfer.views(transfer.sources, begin, end)
-            if place is None:
-                assert transfer.extents is not None
-                targets, sources = transfer.within_pieces(
-                    transfer.views(transfer.extents, begin, end), sources
-                )
-            elif transfer.spare is not None:
-                sources, targets = [transfer.spare[begin:end]], [place[: end - begin]]
-            else:
-                targets = list(place[: end - begin].split([each.numel() for each in sources]))
-            event = transfer.device.copy(targets, sources)
+            try:
+                event = transfer.device.copy(*transfer.copies(begin, end, place))
+            except BaseException:
+                self._give_back(place)
+                raise
             self.moved_bytes += end - begin
             with self._changed:
                 self._copying.append((transfer, TransferChunk(end, event, place)))
@@ -491,18 +497,21 @@ class TransferEngine:
 
     def _feed(self, transfer: DeviceTransfer, chunk: TransferChunk) -> None:
         """Wait for the oldest copy and give it to the pool."""
+        unread = chunk.place
         try:
             transfer.device.enter_thread()
             chunk.event.synchronize()
             with transfer.pool_lock:
-                if chunk.place is not None:
-                    transfer.places.append((chunk.end, chunk.place))
-                    self._readers.append(transfer)
                 if not transfer.is_over:
-                    there = 0 if chunk.place is None else chunk.place.data_ptr()
+                    if unread is not None:
+                        transfer.places.append((chunk.end, unread))
+                        self._readers.append(transfer)
+                    there = 0 if unread is None else unread.data_ptr()
+                    unread = None
                     transfer.snapshot.feed(transfer.batch.number, chunk.end, there)
         except BaseException as error:  # noqa: BLE001 - told where the transfer is waited for
             transfer.fail(error)
+        self._give_back(unread)
         with self._changed:
             self._copying.popleft()
             self._settle(transfer)
@@ -520,7 +529,7 @@ class TransferEngine:
         while self._readers:
             oldest = self._readers[0]
             with oldest.pool_lock:
-                if oldest.is_over or not oldest.places:  # its places are given back with it
+                if oldest.given_up or not oldest.places:
                     self._readers.popleft()
                     continue
                 end, place = oldest.places[0]
@@ -528,10 +537,10 @@ class TransferEngine:
                     number = oldest.batch.number
                     if not oldest.snapshot.taken(number, end, wait_s, self._hurry > 0):
                         return False
-                except LightckError as error:
+                except LightckError as error:  # the pool has stopped, and reads none of them
                     oldest.fail(error)
-                    with self._changed:
-                        self._changed.notify_all()
+                    while oldest.places:
+                        self._give_back(oldest.places.popleft()[1])
                     continue
                 oldest.places.popleft()
                 self._readers.popleft()

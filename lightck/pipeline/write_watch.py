@@ -3,8 +3,8 @@
 The bytes that an update has streamed are the snapshot's; what is written to their tensors before
 forward start belongs to it, too: I2 (the two instants). Version counters tell only a part of that:
 `p.data.clamp_()` moves none. While a watch runs, every operation that torch dispatches on this
-thread passes through it, and a tensor that is made an array of (`numpy()`, DLPack) counts as
-written, for what writes to an array is not seen.
+thread passes through it. A tensor that is made an array of (`numpy()`, DLPack) counts as written,
+for what writes to an array is not seen, and so does one whose method torch does not dispatch.
 
 Of what the watch cannot look into (compiled code, operations of other libraries, subclasses of
 tensors, higher-order operators) it only knows that it ran: a *gap*, after which all bytes have to
@@ -29,10 +29,12 @@ from torch.utils._pytree import tree_iter
 
 _ARRAYS = ("numpy", "__dlpack__")
 """Methods whose result shares the tensor's memory; `__array__` calls the first."""
+_UNDISPATCHED = ("apply_", "map_", "map2_")
+"""Methods that write to the tensor, and move no version counter, out of sight of every mode."""
 _watching: set[WriteWatch] = set()
 """Watches that run now, on any thread."""
 _replaced: dict[str, Any] = {}
-"""Attribute of torch.Tensor itself for each of `_ARRAYS`, while watches run; None: it had none."""
+"""The attributes of torch.Tensor itself that are replaced while watches run; None: it had none."""
 _lock = threading.RLock()
 """Held while `_watching` and `_replaced` change."""
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -85,7 +87,7 @@ class WriteWatch(TorchDispatchMode):
         self._gap, self._thread = False, threading.get_ident()
         with _lock:
             _watching.add(self)
-            _replace_arrays()
+            _replace_methods()
         self.__enter__()  # type: ignore[no-untyped-call]
         return True
 
@@ -93,7 +95,7 @@ class WriteWatch(TorchDispatchMode):
         """Watch no more. Any thread; `settle` on the watched one takes it off torch's stack."""
         with _lock:
             _watching.discard(self)
-            _replace_arrays()
+            _replace_methods()
         self.settle()
 
     def interrupt(self) -> None:
@@ -155,10 +157,10 @@ class WriteWatch(TorchDispatchMode):
         return operation(*args, **kwargs)
 
 
-def _replace_arrays() -> None:
-    """Let the methods that make arrays tell every watch, as long as one runs. Under the lock."""
+def _replace_methods() -> None:
+    """Let the methods that no mode sees tell every watch, as long as one runs. Under the lock."""
     if _watching and not _replaced:
-        for name in _ARRAYS:
+        for name in (*_ARRAYS, *_UNDISPATCHED):
             _replaced[name] = vars(torch.Tensor).get(name)
             setattr(torch.Tensor, name, _noting(getattr(torch.Tensor, name)))
     elif _replaced and not _watching:

@@ -111,6 +111,8 @@ def refuse_twins(lives: Sequence[StateTensor]) -> None:
 # object is not looked at again, and the last result is returned.
 
 BASE_ATTRIBUTES = frozenset({"defaults", "state", "param_groups"})
+_OF_A_SCALER = frozenset({"grad_scale", "found_inf"})
+"""What torch's GradScaler tells an optimizer that unscales by itself, for the length of a step."""
 _CONSTANT = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 
 
@@ -211,8 +213,9 @@ class OptimizerOptions:
         i, optimizer = self.index, self.optimizer
         kept: dict[str, Any] = {}
         empty, constant = [], True
+        scaled = _OF_A_SCALER if getattr(optimizer, "_step_supports_amp_scaling", False) else ()
         for name, value in vars(optimizer).items():
-            if name in BASE_ATTRIBUTES or callable(value):
+            if name in BASE_ATTRIBUTES or name in scaled or callable(value):
                 continue
             constant_one = _is_constant(value)
             if (

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import gc
+import os
 import threading
 import time
 import weakref
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -321,6 +323,59 @@ def test_no_place_of_the_ring_is_waited_for_that_could_not_be_pinned(
         job.step()
     assert told and all("had no memory" in str(error) for error in told)
     monkeypatch.setattr(device, "pinned", pinned)
+    job.step()
+    with pytest.raises(LightckError, match="had no memory"):  # of before, told once more
+        handle.close()
+    assert wrong(job, run_dir, 5) == []
+
+
+def test_the_places_of_a_snapshot_that_failed_are_the_next_one_s(
+    device: EmulatedDevice, run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The ring is full of a snapshot whose region goes away, and the next one waits for a place."""
+    monkeypatch.setattr(device_transfer, "CHUNK_BYTES", 24576)
+    monkeypatch.setattr(device_transfer, "RING_BYTES", 0)  # two places
+    told: list[BaseException] = []
+    job = Job(device, layers=2, buffers=False)
+    handle = job.attach(
+        run_dir, placement="host", policy=1, failure="off", on_error=told.append
+    )
+    for _ in range(2):
+        job.step()
+    handle.wait(timeout=100)
+    gate = Event()
+    device.compute.follow(gate)
+    job.step()
+    engine = internals.pipeline(handle).offload.engine
+    assert engine.made == engine.most_places == 2 and not engine._free
+    with ThreadPoolExecutor(1) as other:
+        waits = other.submit(job.step)
+        end = time.monotonic() + 100
+        while not engine._place_wanted and time.monotonic() < end:
+            time.sleep(0.01)
+        (region,) = run_dir.glob("region-*.lck")
+        os.truncate(region, 1 << 21)
+        gate.reach()
+        waits.result(100)
+    handle.detach()
+    assert any("was cut while it was open" in str(error) for error in told), told
+
+
+def test_a_copy_that_fails_keeps_no_place_of_the_ring(
+    device: EmulatedDevice, run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(targets: Any, sources: Any) -> Any:
+        raise LightckError(f"{device.name} had no memory while copies were queued")
+
+    monkeypatch.setattr(device_transfer, "RING_BYTES", 0)  # two places
+    copy, told = device.copy, list[BaseException]()
+    job = Job(device)
+    handle = job.attach(run_dir, placement="host", on_error=told.append)
+    monkeypatch.setattr(device, "copy", refused)
+    for _ in range(4):  # more than there are places
+        job.step()
+    assert told and all("had no memory" in str(error) for error in told)
+    monkeypatch.setattr(device, "copy", copy)
     job.step()
     with pytest.raises(LightckError, match="had no memory"):  # of before, told once more
         handle.close()

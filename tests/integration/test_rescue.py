@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -456,3 +457,29 @@ def test_an_early_instant_has_the_rate_of_its_own_schedule(run_dir: Path) -> Non
             (live,) = [each for each in kept.collected.lives if each.name.endswith("/lr")]
             assert live.tensor.item() == 0.5**power
     handle.close()
+
+
+def test_a_save_as_of_a_step_s_end_holds_nothing_of_the_scaler_in_the_middle_of_its_step(
+    run_dir: Path,
+) -> None:
+    """Within the step a fused optimizer has the scale and a flag from it, and loses both again."""
+    net = nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(net.parameters(), fused=True)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    extras = {"scaler": scaler}
+    handle = lightck.attach(net, optimizer, run_dir, policy=Never(), failure="jit", extras=extras)
+    with_peers(handle)
+    for _ in range(2):
+        scaler.scale(net(torch.ones(1, 4)).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    net(torch.ones(1, 4))
+    rescue: Any = handle._rescue
+    saved = rescue.save("a peer", time.monotonic() + SOON_S, early=True)
+    assert saved is not None and (saved.step, saved.fresh, saved.early) == (2, True, True)
+    handle.detach()
+    weights = digest(net.weight)
+    again = torch.optim.AdamW(net.parameters(), fused=True)
+    info = lightck.restore(net, again, run_dir, extras=extras)
+    assert info is not None and (info.step, info.early) == (2, True) and digest(net.weight) == weights
+    assert not {"grad_scale", "found_inf"} & {*vars(again)}

@@ -156,23 +156,28 @@ def test_half_types_that_torch_does_otherwise_are_left_to_it(type_: torch.dtype)
     assert "float16" in sgd.why_not and "another type" in adamw.why_not
 
 
-@pytest.mark.parametrize("scale", [1.0, 1024.0])
-def test_a_scaler_leaves_half_types_to_torch_bit_for_bit(scale: float) -> None:
-    theirs, ours = (nn.Parameter(torch.ones(99, dtype=torch.float16)) for _ in range(2))
+@pytest.mark.parametrize("unscales", [False, True])
+@pytest.mark.parametrize("scale", [1.0, 1024.0, 2.0**127])
+def test_a_scaler_leaves_its_steps_to_torch_bit_for_bit(scale: float, unscales: bool) -> None:
+    """The largest scale overflows; unscaled to be clipped, the gradients say so by themselves."""
+    kind = torch.float32 if unscales else torch.float16  # which torch would not unscale
+    theirs, ours = (nn.Parameter(torch.ones(99, dtype=kind)) for _ in range(2))
     steppers = [torch.optim.AdamW([theirs], fused=True), optim.AdamW([ours])]
     for p, optimizer in zip([theirs, ours], steppers, strict=True):
         scaler = torch.amp.GradScaler("cpu", init_scale=scale)
         for i in range(4):
             optimizer.zero_grad()
-            loss = (p.float() * torch.linspace(-1, 1, 99)).square().sum()
+            loss = (p.float() * torch.linspace(-2, 2, 99)).square().sum()
             if i % 2:
                 scaler.scale(loss).backward()
+                if unscales:
+                    scaler.unscale_(optimizer)
                 scaler.step(optimizer)
                 scaler.update()
             else:
                 loss.backward()
                 optimizer.step()
-    assert torch.equal(theirs, ours)
+    assert torch.equal(theirs, ours) and ours.isfinite().all()
 
 
 THREADS = """

@@ -33,6 +33,9 @@ WRITES: dict[str, Use] = {
     "an array by its protocol": lambda t: np.asarray(t),
     "DLPack": lambda t: torch.from_dlpack(t),
     "a resize": lambda t: t.resize_(4),
+    "a function": lambda t: t.apply_(lambda x: -x),
+    "a function of its data": lambda t: t.data.apply_(lambda x: -x),
+    "a function of two": lambda t: t.map_(torch.ones_like(t), lambda x, y: x + y),
 }
 READS: dict[str, Use] = {
     "arithmetic": lambda t: t + 1,
@@ -181,7 +184,7 @@ def test_it_does_not_begin_within_compiled_code() -> None:
 
 
 def test_torch_s_methods_are_as_they_were_behind_it() -> None:
-    before = {name: vars(torch.Tensor).get(name) for name in ("numpy", "__dlpack__")}
+    before = {name: vars(torch.Tensor).get(name) for name in ("numpy", "__dlpack__", "apply_", "map_")}
     watch = WriteWatch()
     assert watch.begin() and "numpy" in vars(torch.Tensor)
     watch.end()
