@@ -77,14 +77,15 @@ def copy_to_devices(
         DeviceError: the device failed.
     """
     extents = []
-    for part in parts:
-        for row, entry, begin in zip(part.rows, part.entries, part.begins, strict=True):
-            target = targets.get(int(entry))
-            device = None if target is None else holder(target)
-            if target is not None and device is not None:
-                there = flat(target.detach(), int(begin), int(row["length"]))
-                said = (int(row["offset"]), int(row["crc"]), there, device)
-                extents.append(_DeviceExtent(part, names[int(entry)], *said))
+    with torch.inference_mode(False):  # the threads that write to the views have it off
+        for part in parts:
+            for row, entry, begin in zip(part.rows, part.entries, part.begins, strict=True):
+                target = targets.get(int(entry))
+                device = None if target is None else holder(target)
+                if target is not None and device is not None:
+                    there = flat(target.detach(), int(begin), int(row["length"]))
+                    said = (int(row["offset"]), int(row["crc"]), there, device)
+                    extents.append(_DeviceExtent(part, names[int(entry)], *said))
     for device in {each.device.name: each.device for each in extents}.values():
         device.copy_stream_wait(device.record_event())
     extents.sort(key=lambda each: -each.target.numel())

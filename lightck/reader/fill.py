@@ -42,8 +42,8 @@ class SavedOptimizer:
     index: int
     tree: dict[str, Any]
     tensors: dict[str, torch.Tensor]
-    devices: dict[str, str]
-    """The kind of device that each tensor lived on, by name."""
+    beside: frozenset[str]
+    """The names of the tensors that belong on the device of their parameter."""
 
     @property
     def order(self) -> dict[str, Any]:
@@ -52,9 +52,9 @@ class SavedOptimizer:
         return found
 
     def tensor(self, name: str, near: torch.Tensor | None) -> torch.Tensor:
-        """Return a saved tensor, on the device of `near` if it lived on that kind of device."""
+        """Return a saved tensor, on the device of `near` if it belongs there."""
         found = self.tensors[name]
-        if near is not None and self.devices[name] == near.device.type != found.device.type:
+        if near is not None and name in self.beside and near.device.type != found.device.type:
             return found.to(near.device)
         return found
 
@@ -100,7 +100,7 @@ def install(saved: SavedOptimizer, j: int, optimizer: Optimizer, names: dict[int
     """Make the optimizer's state equal to the saved one.
 
     A live tensor of the same name and geometry is filled and kept; others are the saved tensors
-    themselves, on the parameter's device where they lived there.
+    themselves, on the parameter's device where they belong there.
     """
     known = parameter_names(j, optimizer, names)
     by_name = {name: parameter for parameter, name in known.items()}
@@ -261,6 +261,14 @@ class StateFiller:
         self.skipped: dict[str, str] = {}
         self.skipped_state: set[tuple[int, str]] = set()
         """Saved optimizer's index and part of the path of each parameter whose state is skipped."""
+        self._counted_beside = {
+            (str(i), join("", name))
+            for i, saved in enumerate(self.forward_start["optimizers"])
+            for group in saved["groups"]
+            if group["options"].get("fused") or group["options"].get("capturable")
+            for name in group["params"]
+        }
+        """Optimizer and name of each parameter whose counts of steps lie where it lies."""
         self.matched = match(self.forward_start["optimizers"], live.optimizers, live.names())
         self.pending: list[SavedOptimizer] = []
 
@@ -348,7 +356,7 @@ class StateFiller:
             for i in range(len(self.forward_start["optimizers"])):
                 owner = f"optim/{self.matched.get(i)}/"
                 if kind == "model":
-                    self.skipped_state.add((i, boundary_codec.join("", rest)))
+                    self.skipped_state.add((i, rest))
                 elif path.startswith(owner):
                     self.skipped_state.add((i, path.removeprefix(owner)))
         unequal = (path.split("/") for path in self.unequal)
@@ -449,13 +457,26 @@ class StateFiller:
         return reach and is_dense(tensor) and tuple(tensor.stride()) == entry.strides
 
     def _new_tensor(self, entry: Entry, live_name: str) -> torch.Tensor:
-        """Make an empty tensor; optimizer state goes to its parameter's device if it was on one."""
+        """Make an empty tensor, on the device of its parameter if it belongs there."""
         near = self.live_tensors.get("model/" + "/".join(live_name.split("/")[2:3]))
         in_region = entry.name not in self.snapshot.in_memory
         device = holder(near.local) if near is not None and in_region else None
-        if entry.role != "optimizer" or entry.device == "cpu" or device is None:
+        if entry.role != "optimizer" or device is None or not self._belongs_beside(entry):
             return empty_tensor(entry)
         return device.empty(entry.shape, getattr(torch, entry.dtype), entry.strides)
+
+    def _belongs_beside(self, entry: Entry) -> bool:
+        """Tell whether a tensor of an optimizer belongs on the device of its parameter.
+
+        It lived on one; or the parameter was on the CPU, and only counts of steps stay there.
+        """
+        if entry.device != "cpu":
+            return True
+        _, i, name, *_ = entry.name.split("/")
+        at = self.snapshot.index.get(f"model/{name}")
+        if at is None or self.snapshot.entries[at].device != "cpu":
+            return False
+        return bool(entry.shape) or (i, name) in self._counted_beside
 
     def _live_name(self, name: str) -> str:
         """Return the live name of a saved tensor, whose optimizer may have another index now."""
@@ -499,18 +520,21 @@ class StateFiller:
             if why:
                 self.skipped["rng/cuda"] = why
 
-    def _optimizer_tensors(self, i: int) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-        """Return saved optimizer i's tensors by saved name, live if possible, and device kinds."""
+    def _optimizer_tensors(self, i: int) -> tuple[dict[str, torch.Tensor], frozenset[str]]:
+        """Return saved optimizer i's tensors by saved name, live if possible; which belong beside
+        their parameter.
+        """
         prefix = f"optim/{i}/"
-        found, devices = {}, {}
+        found, beside = {}, set()
         for name in self.targets:
             if name.startswith(prefix):
                 live: StateTensor | None = self.live_tensors.get(self._live_name(name))
                 entry = self.snapshot.entries[self.snapshot.index[name]]
                 usable = live is not None and not tensor_support.difference(entry, live.tensor)
                 found[name] = live.tensor if live is not None and usable else self.tensor(name)
-                devices[name] = entry.device
-        return found, devices
+                if self._belongs_beside(entry):
+                    beside.add(name)
+        return found, frozenset(beside)
 
     def tensor(self, name: str) -> torch.Tensor:
         """Return a tensor that was read, by its saved name: the live one if that was filled."""

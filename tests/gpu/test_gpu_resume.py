@@ -55,6 +55,30 @@ def test_every_form_of_an_optimizer_resumes(update: str, mode: Mode, region_dir:
     check(Updated, mode, region_dir / "run")
 
 
+@pytest.mark.parametrize("update", ["loop", "foreach", "fused"])
+def test_a_run_on_the_cpu_goes_on_where_the_model_is_now(
+    update: str, auto: Mode, region_dir: Path
+) -> None:
+    class Updated(Job):
+        def make_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+            return torch.optim.AdamW(model.parameters(), lr=1e-2, **_UPDATES[update])
+
+    first, second = Updated("cpu"), Updated(auto.device, seed=1)
+    with lightck.attach(first.model, first.optimizers, region_dir / "run") as handle:
+        for t in range(3):
+            first.step(t, handle)
+    info = lightck.restore(second.model, second.optimizers, region_dir / "run")
+    assert info is not None and info.step == 3
+    assert not [name for name in info.skipped if not name.startswith("rng")]
+    for mine, theirs in zip(first.model.parameters(), second.model.parameters(), strict=True):
+        assert torch.equal(mine, theirs.cpu())
+        for key, value in first.optimizers[0].state[mine].items():
+            there = second.optimizers[0].state[theirs][key]
+            assert torch.equal(value, there.cpu()), key
+            assert there.device == theirs.device or (key == "step" and update != "fused")
+    second.step(3, None)
+
+
 class Mixed(Job):
     """Autocast with a scaled loss; one step's gradients overflow, and the scaler skips it."""
 

@@ -337,9 +337,7 @@ def test_the_places_of_a_snapshot_that_failed_are_the_next_one_s(
     monkeypatch.setattr(device_transfer, "RING_BYTES", 0)  # two places
     told: list[BaseException] = []
     job = Job(device, layers=2, buffers=False)
-    handle = job.attach(
-        run_dir, placement="host", policy=1, failure="off", on_error=told.append
-    )
+    handle = job.attach(run_dir, placement="host", policy=1, failure="off", on_error=told.append)
     for _ in range(2):
         job.step()
     handle.wait(timeout=100)

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import lightck
+from lightck.device.lookup import holder
 from lightck.errors import TornSnapshotError
 from lightck.pipeline import device_offload, device_placement, device_transfer, pipeline
 from support import internals
@@ -412,6 +413,31 @@ def test_restore_fills_the_device_and_training_goes_on(
         found[f"0/{k}/step"] = state["step"]
     for name, tensor in job.expected(3).items():
         assert torch.equal(tensor, found[name]), name
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_state_that_was_saved_on_the_cpu_goes_to_the_device_of_its_parameter(
+    device: EmulatedDevice, run_dir: Path, inference: bool
+) -> None:
+    """By its kind this device is a CPU; an optimizer that has not stepped has no state yet."""
+    job = Job(device)
+    with job.attach(run_dir, placement="host") as handle:
+        for _ in range(3):
+            job.step()
+            handle.wait(timeout=100)
+    resumed = Job(device)
+    with torch.inference_mode(inference):
+        optimizers = None if inference else resumed.optimizers
+        info = lightck.restore(resumed.model, optimizers, run_dir)
+    assert info is not None and info.step == 3
+    expected = job.expected(3)
+    for k, layer in enumerate(resumed.layers):
+        assert torch.equal(device.read(layer.weight), expected[f"{layer.name}.weight"])
+        if not inference:
+            state = resumed.optimizers[0].state[layer.weight]
+            assert holder(state["momentum"]) is device
+            assert torch.equal(device.read(state["momentum"]), expected[f"0/{k}/momentum"])
+            assert holder(state["step"]) is None  # as optimizers that loop count
 
 
 @pytest.mark.parametrize("buffers", [False, True])

@@ -481,5 +481,7 @@ def test_a_save_as_of_a_step_s_end_holds_nothing_of_the_scaler_in_the_middle_of_
     weights = digest(net.weight)
     again = torch.optim.AdamW(net.parameters(), fused=True)
     info = lightck.restore(net, again, run_dir, extras=extras)
-    assert info is not None and (info.step, info.early) == (2, True) and digest(net.weight) == weights
+    assert (
+        info is not None and (info.step, info.early) == (2, True) and digest(net.weight) == weights
+    )
     assert not {"grad_scale", "found_inf"} & {*vars(again)}

@@ -113,6 +113,27 @@ def test_state_of_a_parameter_that_was_skipped_is_skipped_and_told(
         assert state["step"] == (1 if parameter.shape[0] in (5, 6) else 4)
 
 
+def test_state_of_a_skipped_parameter_is_skipped_whatever_its_name(run_dir: Path) -> None:
+    def made(width: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        model = torch.nn.ParameterDict({"a/b%": torch.ones(width), "c": torch.ones(2)})
+        return model, torch.optim.AdamW(model.parameters())
+
+    def stepped(model: Any, optimizer: torch.optim.Optimizer) -> None:
+        for parameter in model.values():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+
+    model, optimizer = made(3)
+    with lightck.attach(model, optimizer, run_dir) as handle:
+        stepped(model, optimizer)
+        assert handle.step == 1
+    model, optimizer = made(4)
+    info = lightck.restore(model, optimizer, run_dir, strict=False)
+    assert info is not None and "optim/0/a%2Fb%25/exp_avg" in info.skipped, info
+    assert [*optimizer.state] == [model["c"]]
+    stepped(model, optimizer)
+
+
 def test_a_parameter_of_no_module_with_another_shape_is_refused_before_anything_changes(
     run_dir: Path,
 ) -> None:

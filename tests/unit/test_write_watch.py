@@ -184,7 +184,9 @@ def test_it_does_not_begin_within_compiled_code() -> None:
 
 
 def test_torch_s_methods_are_as_they_were_behind_it() -> None:
-    before = {name: vars(torch.Tensor).get(name) for name in ("numpy", "__dlpack__", "apply_", "map_")}
+    before = {
+        name: vars(torch.Tensor).get(name) for name in ("numpy", "__dlpack__", "apply_", "map_")
+    }
     watch = WriteWatch()
     assert watch.begin() and "numpy" in vars(torch.Tensor)
     watch.end()
