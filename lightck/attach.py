@@ -25,7 +25,7 @@ from lightck.distributed.rounds import AgreementRounds
 from lightck.distributed.sharding import ReplicatedTensors, SharePartitioner
 from lightck.distributed.symptom_reports import watch_symptoms
 from lightck.distributed.topology import Topology, agree_on_topology
-from lightck.errors import LightckError
+from lightck.errors import CoordinationError, LightckError
 from lightck.events import Subscriber, event
 from lightck.failure.hang import HangWatch
 from lightck.failure.jit_save import JitSaver
@@ -183,6 +183,12 @@ class _Parts:
         # Nothing is claimed before the state is known to be one that can be taken.
         seen = Inventory(self.model, optimizers, self.saved_extras)
         tell_synchronous(seen.collect().lives)
+        joining = self.ranks.joining
+        if joining is not None and steps.step != joining.step:
+            raise CoordinationError(
+                f"its model is at step {steps.step}, and theirs behind step {joining.step}: the"
+                " script attaches what it has not restored"
+            )
         topology, replicas, inventory, region = self._claim(optimizers)
         self._tell_left_out(region)
         return self._start(steps, topology, replicas, inventory, region)

@@ -211,8 +211,11 @@ def load_agreed(
     `restore` would begin anew. Raises what `restore` raises.
     """
     with meeting("load") as ranks:
-        where = location.locate(Config.resolve(path=path).path, ranks.rank, create=False)
-        wanted = ranks.joining.step if ranks.joining is not None else None
+        place = Config.resolve(path=path).path
+        where = location.locate(place, ranks.rank, create=False)
+        wanted = ranks.joining.step_at(place) if ranks.joining is not None else None
+        if ranks.joining is not None and wanted is None:
+            return None  # nor was there anything when the job began
         attempts = restore_attempts(ranks, where, wanted, Continuation(), wants_exact=True)
         with contextlib.closing(attempts):
             for attempt in attempts:

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from lightck.config import Config
 from lightck.data import lookahead
 from lightck.distributed import ddp_buckets
-from lightck.distributed.rendezvous import Joining, Rendezvous, meeting
+from lightck.distributed.rendezvous import Joining, Rendezvous, meeting, note_restored
 from lightck.distributed.restore.healing import ReceivedSnapshot
 from lightck.distributed.restore.local_state import FailureSnapshot
 from lightck.distributed.restore.protocol import RestoreAttempt, restore_attempts
@@ -181,23 +181,27 @@ def restore(
     with meeting("restore") as ranks:
         refuse_unknown("restore", unknown, _ARGUMENTS)
         root, optimizers = check("restore", model, optimizer, path, extras, more)
-        wanted, known = _wanted(step, strict, ranks.joining), progress(root)
+        place = Config.resolve(path=path).path
+        wanted, known = _wanted(step, strict, place, ranks.joining), progress(root)
         if known.attached:
             raise LightckError("a handle records this model: close() or detach() the handle first")
-        where = location.locate(Config.resolve(path=path).path, ranks.rank, create=False)
+        if ranks.joining is not None and wanted is None:
+            return None  # nor was there anything when the job began
+        where = location.locate(place, ranks.rank, create=False)
         live = Inventory(root, optimizers, parse(extras) + extra_states(root))
         attempts = restore_attempts(ranks, where, wanted, known.continuation, step == "exact")
-        info = _exact(ranks, _first_restored(attempts, live, strict))
+        info = _exact(ranks, place, _first_restored(attempts, live, strict))
         ranks.leave()
+    note_restored(place, None if info is None else info.step)
     return info
 
 
-def _wanted(step: object, strict: object, joining: Joining | None) -> int | None:
+def _wanted(step: object, strict: object, path: Path, joining: Joining | None) -> int | None:
     """Return the wanted step, None for the newest; of a replacement that of the other ranks."""
     if not isinstance(strict, bool):
         raise ConfigError(f"restore: strict must be True or False, found {strict!r}")
     if joining is not None:
-        return joining.step
+        return joining.step_at(path)
     if step in ("latest", "exact"):
         return None
     if not isinstance(step, SupportsIndex) or isinstance(step, bool) or int(step) < 0:
@@ -207,14 +211,16 @@ def _wanted(step: object, strict: object, joining: Joining | None) -> int | None
     return int(step)
 
 
-def _exact(ranks: Rendezvous, info: RestoreInfo | None) -> RestoreInfo | None:
+def _exact(ranks: Rendezvous, path: Path, info: RestoreInfo | None) -> RestoreInfo | None:
     """Return `info`; refuse to join the other ranks with a state of another instant than theirs.
 
     Raises:
         CoordinationError: says what all ranks have to do.
     """
     joining = ranks.joining
-    if joining is not None and (info is None or info.early):
+    if joining is None or os.fspath(path) != joining.path:
+        return info
+    if info is None or info.early:
         raise CoordinationError(
             f"rank {ranks.rank} replaces one that was lost, and its own state at the forward of"
             f" step {joining.step} is not known: all ranks have to be restarted"

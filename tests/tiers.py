@@ -118,6 +118,7 @@ KEPT = {
         "test_a_rank_of_one_of_two_nodes_is_replaced_by_its_node_s_agent": 0,
         "test_a_training_gives_the_bits_that_it_gives_under_torchrun": 0,
         "test_what_cannot_be_repeated_restarts_all_ranks_in_words_and_gives_the_same_bits": 0,
+        "test_a_replacement_restores_of_another_run_what_the_first_life_did": 0,
     },
     "distributed/test_in_place_seams.py": {
         "test_a_worker_ends_as_python_does_though_nothing_is_destroyed": 1,

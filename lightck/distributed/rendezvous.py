@@ -13,18 +13,19 @@ A single rank holds no meeting: `rounds` is None, and nothing happens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import os
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch.distributed as dist
 
 from lightck.distributed.rounds import AgreementRounds, Message
 from lightck.distributed.store import JobStore, bounded, default_store
 from lightck.distributed.topology import here
-from lightck.errors import LightckError, StoreError
+from lightck.errors import CoordinationError, LightckError, StoreError
 
 MOST_S = 120.0
 """The longest wait of ranks for each other at attach and restore, unless torch's own is less."""
@@ -44,21 +45,56 @@ class Joining:
         step: the step that it has to restore; the others stand behind it.
         progress: what its commit barrier goes on from.
         refuse: called with the reason if it cannot join: all ranks are restarted.
+        path: of the job's regions.
+        restored: the steps that the first life of the job has restored, by path; None: nothing.
     """
 
     step: int
     progress: Any
     refuse: Callable[[str], object]
+    path: str
+    restored: Mapping[str, int | None]
+
+    def step_at(self, path: str | os.PathLike[str]) -> int | None:
+        """Return the step to restore from a path: of another one than the job's, as at first.
+
+        Raises:
+            CoordinationError: the first life has restored from no such path.
+        """
+        name = os.fspath(path)
+        if name == self.path:
+            return self.step
+        if name not in self.restored:
+            raise CoordinationError(f"it restores {name}, and the first life of the job did not")
+        return self.restored[name]
 
 
-_stand_in: Callable[[str], Rendezvous | None] | None = None
-"""Gives a replacement the meetings that it holds alone; None: all ranks hold theirs together."""
+class StandIn(Protocol):
+    """Recovery in place, as far as it has a part in the meetings of this process."""
+
+    def rendezvous(self, kind: str) -> Rendezvous | None:
+        """Return the meeting of a replacement, which holds it alone; None: this is none."""
+        ...
+
+    def restored(self, path: str, step: int | None) -> None:
+        """Note what was restored from a path; None: nothing was there."""
+        ...
 
 
-def stand_in(meet: Callable[[str], Rendezvous | None]) -> None:
+_stand_in: StandIn | None = None
+"""None: all ranks hold their meetings together."""
+
+
+def stand_in(recovery: StandIn) -> None:
     """Let a replacement of a lost rank hold its meetings alone (`inplace/`)."""
     global _stand_in
-    _stand_in = meet
+    _stand_in = recovery
+
+
+def note_restored(path: str | os.PathLike[str], step: int | None) -> None:
+    """Note what all ranks have restored from a path; None: nothing was there."""
+    if _stand_in is not None:
+        _stand_in.restored(os.fspath(path), step)
 
 
 def rounds_held() -> tuple[int, list[tuple[str, Message]]]:
@@ -134,7 +170,7 @@ def meeting(kind: str) -> Iterator[Rendezvous]:
     if world == 1:
         yield Rendezvous(kind)
         return
-    if _stand_in is not None and (alone := _stand_in(kind)) is not None:
+    if _stand_in is not None and (alone := _stand_in.rendezvous(kind)) is not None:
         try:
             yield alone
         except LightckError as error:

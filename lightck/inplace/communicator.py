@@ -36,7 +36,7 @@ from lightck.inplace.operations import (
     State,
     Window,
 )
-from lightck.inplace.plan import Description
+from lightck.inplace.plan import PROGRAM, Description
 
 DRAIN_S = 30.0
 """Seconds in which collectives on a link that was cut must have ended."""
@@ -79,7 +79,12 @@ class Answers(Protocol):
     """Answers the collectives of a replacement that sets itself up."""
 
     def answer(
-        self, form: Description, results: Sequence[torch.Tensor], own: Sequence[torch.Tensor]
+        self,
+        form: Description,
+        results: Sequence[torch.Tensor],
+        own: Sequence[torch.Tensor],
+        *,
+        is_whole: bool,
     ) -> None:
         """Put into the results what the collective would have given.
 
@@ -115,6 +120,9 @@ class Communicator:
     """Why what the program does cannot be repeated, noticed as it does it; empty: nothing seen."""
     suspicion: str = ""
     """The error of a collective while no generation has begun for it; empty: none."""
+    since_restored: dict[str, str] = field(default_factory=dict)
+    """By path that was restored from, the first collective with a result that came since, before
+    `keep`; empty: none."""
     commits: bool = True
     """False where ranks make different numbers of updates: `commit` returns at once."""
     _link: AnyLink | None = None
@@ -128,6 +136,8 @@ class Communicator:
     _begun: SimpleQueue[Operation | None] = field(default_factory=SimpleQueue)
     """The collectives that were begun on a link and whose ends are waited for; None ends that."""
     _waiter: threading.Thread | None = None
+    _is_whole: bool = False
+    """True once a replacement has restored the job's step: no result of the set-up is of it."""
     _most: int = SETUP_MOST
     """Small results that are kept while none recovers: a set-up's, then none."""
 
@@ -154,6 +164,9 @@ class Communicator:
             value: what the future gives.
         """
         with self.changed:
+            if self.since_restored and self._most and _may_be_of_the_state(form):
+                first = f"{form.kind} ({form.site})"
+                self.since_restored = {at: was or first for at, was in self.since_restored.items()}
             if self.setup is not None and self._is_answered(form, results, own):
                 answered = Operation(-1, form, start, results, value=value, state=State.COMPLETE)
                 answered.future.set_result(value)
@@ -231,6 +244,12 @@ class Communicator:
             self.window.forward_started(step)
 
     # ---- for the recovery --------------------------------------------------------------------
+
+    def restored(self, path: str, *, is_whole: bool) -> None:
+        """Note that the program has restored from a path; `is_whole`: the step of a recovery."""
+        with self.changed:
+            self.since_restored[path] = ""
+            self._is_whole = self._is_whole or is_whole
 
     def keep(self, *, recovers: bool) -> None:
         """Keep from now on what a recovery needs, or nothing any more."""
@@ -485,7 +504,7 @@ class Communicator:
             self.window.bound(operation)
         elif not self.window.keeps(operation, self._most):
             self.window.forget(operation.number)
-            if self._most and operation.is_small:
+            if self._most and (operation.is_small or operation.form.maker == PROGRAM):
                 before = self.kept_until
                 number = operation.number
                 self.kept_until = number if before is None else min(before, number)
@@ -496,8 +515,15 @@ class Communicator:
         """Answer a collective of a replacement's set-up; False if it waits for its refusal."""
         assert self.setup is not None
         if not self.ended and not self.refused:
+            if self._is_whole and _may_be_of_the_state(form):
+                self._refuse(
+                    f"rank {self.rank} replaces one that was lost, and makes {form.kind}"
+                    f" ({form.site}) between restore and attach, whose result is not that of the"
+                    " step that it has restored: make it before restore"
+                )
+                return False
             try:
-                self.setup.answer(form, results, own)
+                self.setup.answer(form, results, own, is_whole=self._is_whole)
             except CoordinationError as why:
                 self._refuse(str(why))
             else:
@@ -553,6 +579,11 @@ class Communicator:
         self.window.go_on_from(number)
         for early in [each for each in self._answers if each < number]:
             del self._answers[early]
+
+
+def _may_be_of_the_state(form: Description) -> bool:
+    """Tell whether what a set-up sends may depend on what was restored: a library's does not."""
+    return form.maker == PROGRAM and bool(form.tensors or not form.shared)
 
 
 def error_of(work: Any, patience: timedelta | None) -> str | None:

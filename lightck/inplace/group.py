@@ -1,9 +1,10 @@
 """The process group that stands before gloo: every collective goes to the communicator.
 
 To scripts, DDP and DeepSpeed its back end is `gloo` (`torch.distributed.get_backend`). Groups of
-all ranks share one communicator, since a program makes their collectives in one order. Collectives
-whose results differ by rank are numbered with the others, and repeated if no rank has completed
-them; transfers between two ranks are not.
+all ranks share one communicator, since one thread makes their collectives in one order. A group
+that another thread begins with has gloo's own connections, and in place is off. Collectives whose
+results differ by rank are numbered with the others, and repeated if no rank has completed them;
+transfers between two ranks are not.
 """
 
 from __future__ import annotations
@@ -11,7 +12,9 @@ from __future__ import annotations
 import functools
 import os
 import sys
-from collections.abc import Callable, Sequence
+import sysconfig
+import threading
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -25,13 +28,16 @@ from torch.futures import Future
 from lightck.errors import CoordinationError
 from lightck.inplace.communicator import Communicator
 from lightck.inplace.operations import NOT_KEPT, UNSPOILED, KeptInput, Operation, described
-from lightck.inplace.plan import CALLED_FROM, SPARSE, Description
+from lightck.inplace.plan import CALLED_FROM, LIBRARY, PROGRAM, SPARSE, TORCH, Description
 from lightck.loop.hooks import untraced
 
 _torch: Any = torch._C._distributed_c10d
 _NOT_THE_PROGRAM = tuple(
     f"{folder}{os.sep}" for folder in (Path(torch.__file__).parent, Path(__file__).parents[1])
 )
+
+_INSTALLED = tuple(f"{sysconfig.get_path(name)}{os.sep}" for name in ("purelib", "platlib"))
+_DDP = f"{Path(torch.nn.__file__).parent}{os.sep}"
 
 MOST_FRAMES = 12
 """Places of the program by which a collective is known: Accelerate has up to ten of its own."""
@@ -48,6 +54,28 @@ class InputKeeper(Protocol):
 @functools.cache
 def _is_programs(path: str) -> bool:
     return not path.startswith(_NOT_THE_PROGRAM)
+
+
+@functools.cache
+def _maker_at(path: str) -> str:
+    if path.startswith(_DDP):
+        return TORCH
+    if path.startswith(_NOT_THE_PROGRAM):
+        return ""  # passes it on
+    return LIBRARY if path.startswith(_INSTALLED) else PROGRAM
+
+
+def _maker() -> str:
+    """Return who makes this collective: what torch's functions and ours pass on is their caller's.
+
+    DDP and other libraries send models, which are restored; what a program sends may be anything.
+    """
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        if found := _maker_at(frame.f_code.co_filename):
+            return found
+        frame = frame.f_back
+    return ""
 
 
 _sites: dict[tuple[Any, ...], str] = {}
@@ -134,12 +162,33 @@ class _Works:
             each.wait(*timeout)
 
 
+def _one(works: Iterable[Any]) -> Any:
+    every = [*works]
+    return every[0] if len(every) == 1 else _Works(every)
+
+
 class Group(_ProcessGroup):  # type: ignore[misc] # torch's own names say less than they take
     """A process group of all ranks of the job."""
 
-    def __init__(self, communicator: Communicator, inputs: InputKeeper) -> None:
+    def __init__(
+        self,
+        communicator: Communicator,
+        inputs: InputKeeper,
+        apart: Callable[[], Any] | None = None,
+    ) -> None:
+        """Make a group.
+
+        Args:
+            communicator: of this rank.
+            inputs: keeps what collectives overwrite.
+            apart: connects all ranks by gloo alone, for a group of another thread's; None: for the
+                program's first group, which has no such thread.
+        """
         super().__init__(communicator.rank, communicator.world)
         self._communicator, self._inputs = communicator, inputs
+        self._apart, self._thread = apart, threading.get_ident()
+        self._own: Any = None
+        """Gloo's own group, for all that another thread does; None: the communicator serves."""
         self._name = self._description = ""
         self._bucket_forms: dict[KeptInput, Description] = {}
         """Forms of the reductions that DDP alone makes, always alike; finding one takes longest."""
@@ -192,7 +241,7 @@ class Group(_ProcessGroup):  # type: ignore[misc] # torch's own names say less t
         form = self._bucket_forms.get(kept) if hidden else None
         if form is None:
             kind = f"allreduce {_operator(opts)}{_sparse(reduces)}"
-            form = Description(kind, described(reduces), site=_site())
+            form = Description(kind, described(reduces), site=_site(), maker=self._maker())
             if hidden:
                 self._bucket_forms[kept] = form
         start = lambda backend: backend.allreduce(reduces, opts)  # noqa: E731
@@ -247,7 +296,7 @@ class Group(_ProcessGroup):  # type: ignore[misc] # torch's own names say less t
         return self._run(
             "allgather_into_tensor",
             list(outputs),
-            lambda backend: _Works([backend._allgather_base(*pair, opts) for pair in pairs]),
+            lambda backend: _one(backend._allgather_base(*pair, opts) for pair in pairs),
             own=list(inputs),
         )
 
@@ -257,6 +306,10 @@ class Group(_ProcessGroup):  # type: ignore[misc] # torch's own names say less t
         """Wait for every rank; torch's arguments."""
         opts = _options(opts, _torch.BarrierOptions)
         return self._run("barrier", [], lambda backend: backend.barrier(opts))
+
+    def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
+        """Wait for every rank; who does not come is told by what watches over hangs."""
+        self.barrier().wait()
 
     # ---- results that differ by rank ---------------------------------------------------------
 
@@ -304,7 +357,7 @@ class Group(_ProcessGroup):  # type: ignore[misc] # torch's own names say less t
         return self._alone(
             "reduce_scatter_tensor",
             list(outputs),
-            lambda b: _Works([b._reduce_scatter_base(*pair, opts) for pair in pairs]),
+            lambda b: _one(b._reduce_scatter_base(*pair, opts) for pair in pairs),
             spoils=list(inputs),
         )
 
@@ -327,17 +380,21 @@ class Group(_ProcessGroup):  # type: ignore[misc] # torch's own names say less t
 
     def send(self, tensors: Any, peer: int, tag: int = 0) -> Any:
         """Send to one rank; torch's arguments."""
-        return self._communicator.between_two("send").send(tensors, peer, tag)
+        return self._between_two("send").send(tensors, peer, tag)
 
     def recv(self, tensors: Any, peer: int, tag: int = 0) -> Any:
         """Receive from one rank; torch's arguments."""
-        return self._communicator.between_two("recv").recv(tensors, peer, tag)
+        return self._between_two("recv").recv(tensors, peer, tag)
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> Any:
         """Receive from any rank; torch's arguments."""
-        return self._communicator.between_two("recv").recv_anysource(tensors, tag)
+        return self._between_two("recv").recv_anysource(tensors, tag)
 
     # ---- inside ------------------------------------------------------------------------------
+
+    def _between_two(self, kind: str) -> Any:
+        own = self._of_another_thread()
+        return self._communicator.between_two(kind) if own is None else own
 
     def _kept(self, tensors: Sequence[torch.Tensor]) -> KeptInput:
         return self._inputs.keep(tensors) if self._communicator.recovers else NOT_KEPT
@@ -353,12 +410,36 @@ class Group(_ProcessGroup):  # type: ignore[misc] # torch's own names say less t
         value: Any = None,
         shared: bool = True,
     ) -> Any:
-        form = Description(kind, described(results), shared, _site())
+        form = Description(kind, described(results), shared, _site(), self._maker())
         given = results if value is None else value
         return self._work(form, results, start, kept=kept, own=own, value=given)
 
-    def _work(self, *given: Any, **named: Any) -> CollectiveWork:
-        return CollectiveWork(self._communicator, self._communicator.run(*given, **named))
+    def _maker(self) -> str:
+        return "" if self._communicator.recovers else _maker()
+
+    def _work(
+        self,
+        form: Description,
+        results: list[torch.Tensor],
+        start: Callable[[Any], Any],
+        **named: Any,
+    ) -> Any:
+        if (backend := self._of_another_thread()) is not None:
+            return start(backend)
+        return CollectiveWork(
+            self._communicator, self._communicator.run(form, results, start, **named)
+        )
+
+    def _of_another_thread(self) -> Any:
+        """Return gloo's own group if another thread than its maker has begun with this one.
+
+        It is told by the first call, which every rank makes on the same thread.
+        """
+        if self._apart is not None:
+            apart, self._apart = self._apart, None
+            if threading.get_ident() != self._thread:
+                self._own = apart()
+        return self._own
 
     def _alone(
         self,

@@ -9,6 +9,7 @@ copied into memory that is used again; new memory would cost more than the copy.
 from __future__ import annotations
 
 import logging
+from bisect import insort
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -104,9 +105,8 @@ class Inputs:
     """The models that are trained; whoever attaches adds his."""
     copied_bytes: int = 0
     """Bytes of the memory for copies."""
-    _free: dict[tuple[torch.dtype, int], list[torch.Tensor]] = field(
-        default_factory=lambda: defaultdict(list)
-    )
+    _free: dict[torch.dtype, list[torch.Tensor]] = field(default_factory=lambda: defaultdict(list))
+    """Memory for copies that is not in use; a copy takes the smallest that holds it."""
     _proved: dict[_Place, BucketInput] = field(default_factory=dict)
     """The buckets that gradients were shown to give again; their memory is not used otherwise."""
     _refuted: set[_Place] = field(default_factory=set)
@@ -152,21 +152,24 @@ class Inputs:
         return [(module, buckets) for module, buckets in found if buckets is not None]
 
     def _copy(self, tensor: torch.Tensor) -> torch.Tensor:
-        count = tensor.numel()
-        free = self._free[tensor.dtype, count]
-        if free:
-            place = free.pop()
+        count, free = tensor.numel(), self._free[tensor.dtype]
+        at = next((i for i, each in enumerate(free) if each.numel() >= count), None)
+        if at is not None:
+            place = free.pop(at)
         else:
+            if free:  # else tensors of another length each time would keep a place each
+                self.copied_bytes -= free.pop().nbytes
             place = torch.empty(count, dtype=tensor.dtype)
-            self.copied_bytes += count * tensor.element_size()
+            self.copied_bytes += place.nbytes
             self._tell()
-        copy = place.view(tensor.shape)
+        copy = place[:count].view(tensor.shape)
         copy.copy_(tensor.detach())
         return copy
 
     def _take_back(self, copies: list[torch.Tensor]) -> None:
         for each in copies:
-            self._free[each.dtype, each.numel()].append(each.view(-1))
+            assert each._base is not None
+            insort(self._free[each.dtype], each._base, key=torch.Tensor.numel)
 
     def _tell(self) -> None:
         if not self._told and self._refuted:

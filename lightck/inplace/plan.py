@@ -32,6 +32,9 @@ MAX_NAMED = 6
 """Numbers or ranks named in a reason at most."""
 
 
+PROGRAM, TORCH, LIBRARY = "program", "torch", "library"
+
+
 @dataclass(frozen=True, slots=True)
 class Description:
     """The form of a collective, by which ranks notice that they make different ones."""
@@ -44,6 +47,8 @@ class Description:
     """True if the result is the same on every rank, so that any of them can give it."""
     site: str = field(default="", compare=False)
     """File and line of the program, then those of its callers, which may well differ by rank."""
+    maker: str = field(default="", compare=False)
+    """Who makes it in a set-up: `PROGRAM`, `TORCH` (DDP, say) or `LIBRARY`; empty behind it."""
 
     @property
     def line(self) -> str:
@@ -53,14 +58,14 @@ class Description:
     def to_message(self) -> list[Any]:
         """Return it as JSON values."""
         tensors = [[dtype, [*shape]] for dtype, shape in self.tensors]
-        return [self.kind, tensors, self.shared, self.site]
+        return [self.kind, tensors, self.shared, self.site, self.maker]
 
     @staticmethod
     def from_message(told: Sequence[Any]) -> Description:
         """Return what `to_message` has told."""
-        kind, tensors, shared, site = told
+        kind, tensors, shared, site, maker = told
         found = tuple((dtype, tuple(shape)) for dtype, shape in tensors)
-        return Description(kind, found, shared, site)
+        return Description(kind, found, shared, site, maker)
 
 
 @dataclass(frozen=True, slots=True)

@@ -75,9 +75,10 @@ class Worker:
     inputs: Inputs
     votes: Generations
     """The job's generations over a connection of its own, for the hang of another rank."""
-    _decided: list[tuple[str, Message]] = field(default_factory=list)
-    _number: int = 0
-    """The number of the next round, when all have attached."""
+    told: Mapping[str, Any]
+    """The facts that a replacement has of the job's set-up, as `_publish_setup` has told them."""
+    _restored: dict[str, int | None] = field(default_factory=dict)
+    """The steps that this process has restored, by path; None: nothing was there."""
     _training: HandleTraining | None = None
     _ending: threading.Thread | None = None
     _silent: tuple[int, list[int], int] = 0, [], 0
@@ -107,17 +108,23 @@ class Worker:
         rounds = None
         if kind == "attach":
             store = default_store()
-            number = self._number
             rounds = RecordedRounds(
                 store,
                 communicator.rank,
                 communicator.world,
                 _ATTACH_S,
-                number,
-                decided=[*self._decided],
+                self.told["number"],
+                decided=[(kind, message) for kind, message in self.told["decided"]],
             )
-        joining = Joining(plan.step, replacement.progress, self._refuse)
+        path, restored = self.told["path"], self.told["restored"]
+        joining = Joining(plan.step, replacement.progress, self._refuse, path, restored)
         return Rendezvous(kind, communicator.rank, communicator.world, rounds, joining=joining)
+
+    def restored(self, path: str, step: int | None) -> None:
+        """Note what was restored: the collectives from here to attach may depend on it."""
+        self._restored[path] = step
+        is_whole = self.joins() and path == self.told["path"]
+        self.communicator.restored(path, is_whole=is_whole)
 
     def _refuse(self, why: str) -> None:
         """Have all ranks restarted: this process cannot join them, and another could not either."""
@@ -164,13 +171,19 @@ class Worker:
         training = self._training
         if training is None or self.communicator.ended or recovery.off:
             return
-        replacement = recovery.replacement
+        replacement, path = recovery.replacement, training.path
+        if replacement is None and (first := communicator.since_restored.get(path)):
+            recovery.tell_off(
+                f"{first} comes between restore and attach: a replacement has restored a later step"
+                " there than this process had; make it before restore"
+            )
+            return
         if replacement is not None:
             plan = replacement.plan
             assert plan is not None and plan.step is not None
             prelude = {number: plan.forms[number] for number in plan.prelude}
             communicator.join(plan.base, prelude, plan.step, plan.withheld)
-            rendezvous.go_on_from(self._number)
+            rendezvous.go_on_from(self.told["number"])
         elif communicator.rank == 0:
             self._publish_setup()
         with communicator.changed:
@@ -206,7 +219,9 @@ class Worker:
             for operation in self.communicator.window:
                 record.add(operation)
         number, decided = rendezvous.rounds_held()
+        assert self._training is not None
         told = {"results": record.to_text(), "decided": decided, "number": number}
+        told |= {"path": self._training.path, "restored": self._restored}
         self.recovery.generations.store.claim(generations.SETUP, json.dumps(told).encode())
 
     def end_standing(self) -> bool:
@@ -244,11 +259,6 @@ class Worker:
             event("rank_stands", logging.WARNING, why=str(error))
         time.sleep(_VOTE_S)
 
-    def take_setup(self, told: Mapping[str, Any]) -> None:
-        """Take what the first life of the job has told of its set-up."""
-        self._decided = [(kind, message) for kind, message in told["decided"]]
-        self._number = told["number"]
-
     def stats(self) -> tuple[int, float, str]:
         """Return the number of recoveries, the seconds they took, and what one waits for now."""
         recovery = self.recovery
@@ -263,9 +273,16 @@ def make_group(store: Any, rank: int, world: int, timeout: timedelta) -> dist.Pr
     global WORKER
     if WORKER is None:
         WORKER = _made(rank, world, timeout)
-        rendezvous.stand_in(WORKER.rendezvous)
+        rendezvous.stand_in(WORKER)
         WORKER.recovery.start()
-    return Group(WORKER.communicator, WORKER.inputs)
+        return Group(WORKER.communicator, WORKER.inputs)
+
+    def apart() -> Any:
+        turn_off("a second thread makes collectives, in an order that no replacement could keep")
+        torchs: Any = dist
+        return torchs.ProcessGroupGloo(torchs.PrefixStore("apart", store), rank, world, timeout)
+
+    return Group(WORKER.communicator, WORKER.inputs, apart)
 
 
 def _made(rank: int, world: int, timeout: timedelta) -> Worker:
@@ -296,10 +313,7 @@ def _made(rank: int, world: int, timeout: timedelta) -> Worker:
         replacement=Replacement() if life else None,
     )
     inputs = Inputs(world)
-    worker = Worker(communicator, recovery, inputs, Generations(store.clone()))
-    if life:
-        worker.take_setup(told)
-    return worker
+    return Worker(communicator, recovery, inputs, Generations(store.clone()), told)
 
 
 def closing() -> None:

@@ -3,9 +3,9 @@
 Behind `init_process_group` a script makes collectives of its own until it trains: DDP compares
 shapes and sends the first parameters, a seed is drawn on rank 0 and sent to all. A replacement
 makes them when nobody else does. What the first life of the job got is kept, up to a limit, and
-given to it in the same order. What was too large is answered with what is there: large state is
-restored afterwards. Behind the limit a small result, which may be a seed or a size, is known to
-nobody: then all ranks are restarted.
+given to it in the same order. What a library sends and is too large is answered with what is there:
+it is a model, which is restored afterwards. Behind the limit a small result, which may be a seed or
+a size, is known to nobody, nor is a large one of the program's own: then all ranks are restarted.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 from lightck.errors import CoordinationError
 from lightck.inplace.communicator import SETUP_MOST
 from lightck.inplace.operations import SMALL_BYTES, Operation, State
-from lightck.inplace.plan import Description
+from lightck.inplace.plan import PROGRAM, TORCH, Description
 
 MOST_BYTES = 1 << 20
 """Bytes of results of a set-up that are kept at most."""
@@ -32,9 +32,9 @@ class SetupRecord:
     """The small results of a set-up, in order. Collectives end on any thread."""
 
     until: int | None = None
-    """The number of the first small result that is not kept, as none behind it is; None: all are.
+    """The number of the first result that should be kept and is not, as none behind it is.
 
-    With a gap a later result of the same form would be taken for the one that is missing.
+    None: all are. With a gap a later one of the same form would be taken for the missing one.
     """
     bytes: int = 0
     _operations: dict[int, Operation] = field(default_factory=dict)
@@ -86,9 +86,20 @@ class SetupAnswers:
         )
 
     def answer(
-        self, form: Description, results: Sequence[torch.Tensor], own: Sequence[torch.Tensor]
+        self,
+        form: Description,
+        results: Sequence[torch.Tensor],
+        own: Sequence[torch.Tensor],
+        *,
+        is_whole: bool = False,
     ) -> None:
         """Put into the results what the collective gave, or would give to ranks that are alike.
+
+        Args:
+            form: of the collective.
+            results: the tensors that hold its result.
+            own: what this rank gives to a gathering.
+            is_whole: the model is the job's by now: what DDP sends of it, this rank has.
 
         Raises:
             CoordinationError: its result differs by rank, and nobody knows this one's; or it is
@@ -99,17 +110,27 @@ class SetupAnswers:
                 f"rank {self.rank} replaces one that was lost, and its set-up makes a {form.kind}"
                 f" ({form.site}), whose result differs by rank: restart all ranks"
             )
+        of_model = is_whole and form.maker == TORCH
         for position, (known, given) in enumerate(self.kept):
             if known == form:
                 del self.kept[: position + 1]
-                _copy(results, given)
-                return
-        if self.truncated and 0 < _bytes(results) <= SMALL_BYTES:
+                if not of_model:
+                    _copy(results, given)
+                    return
+                break
+        size = _bytes(results)
+        if (
+            self.truncated
+            and size
+            and not of_model
+            and (size <= SMALL_BYTES or form.maker == PROGRAM)
+        ):
             raise CoordinationError(
                 f"rank {self.rank} replaces one that was lost, and its set-up makes a {form.kind}"
                 f" {form.tensors} ({form.site}), whose result is not kept: of a set-up {SETUP_MOST}"
                 f" results of at most {SMALL_BYTES} bytes are, and {MOST_BYTES} bytes of them;"
-                " send many small tensors as one, or draw seeds before them"
+                " send many small tensors as one, draw seeds before them, and send a seed in place"
+                " of what is drawn with it"
             )
         if own:  # a gathering: every rank's place gets what this one gives
             each = len(results) // len(own)

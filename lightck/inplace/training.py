@@ -7,6 +7,7 @@ forward began.
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -99,6 +100,11 @@ class HandleTraining:
         checkpointer.watched.refresh()
         return checkpointer.watched.owns(optimizer)
 
+    @property
+    def path(self) -> str:
+        """Return the path of the job's regions."""
+        return os.fspath(self.rescue.checkpointer.pipeline.region.place.path)
+
     def stands(self) -> bool:
         """Tell whether the training thread has not moved for a while."""
         checkpointer = self.rescue.checkpointer
@@ -169,7 +175,9 @@ class InPlaceListener:
         self._ended(lambda: self.listener.update_ends(optimizer))
 
     def update_skipped(self, optimizer: Optimizer) -> None:
-        """Pass on that the gradient scaler left an update out."""
+        """Commit the iteration, then pass on that the gradient scaler left its update out."""
+        if self.training.updates(optimizer):
+            self._commit()
         self._ended(lambda: self.listener.update_skipped(optimizer))
 
     def mark_end(self) -> None:

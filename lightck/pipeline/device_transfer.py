@@ -157,7 +157,7 @@ class DeviceTransfer:
     def copies(
         self, begin: int, end: int, place: torch.Tensor | None
     ) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
-        """Return targets and sources for a chunk's bytes, by way of a place of the ring if given."""
+        """Return targets and sources of a chunk, by way of a place of the ring if one is given."""
         sources = self.views(self.sources, begin, end)
         if place is None:
             assert self.extents is not None

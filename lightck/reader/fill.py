@@ -521,9 +521,7 @@ class StateFiller:
                 self.skipped["rng/cuda"] = why
 
     def _optimizer_tensors(self, i: int) -> tuple[dict[str, torch.Tensor], frozenset[str]]:
-        """Return saved optimizer i's tensors by saved name, live if possible; which belong beside
-        their parameter.
-        """
+        """Return saved optimizer i's tensors by saved name, and which belong with a parameter."""
         prefix = f"optim/{i}/"
         found, beside = {}, set()
         for name in self.targets:

@@ -112,7 +112,7 @@ def refuse_twins(lives: Sequence[StateTensor]) -> None:
 
 BASE_ATTRIBUTES = frozenset({"defaults", "state", "param_groups"})
 _OF_A_SCALER = frozenset({"grad_scale", "found_inf"})
-"""What torch's GradScaler tells an optimizer that unscales by itself, for the length of a step."""
+"""The attributes by which torch's GradScaler tells an optimizer for the length of a step."""
 _CONSTANT = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 
 

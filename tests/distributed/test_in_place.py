@@ -11,7 +11,9 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
+import torch
 
+import lightck
 from lightck.failure.fault_plan import Fault
 from support.inplace import jobs
 
@@ -374,13 +376,15 @@ def said(folder: Path, rank: int, what: str) -> list[str]:
 
 
 @pytest.mark.timeout(500)
-@pytest.mark.parametrize("kind", ["fsdp", "objects", "compiled", "powersgd", "nested", "join"])
+@pytest.mark.parametrize(
+    "kind", ["fsdp", "objects", "compiled", "powersgd", "nested", "join", "threads"]
+)
 def test_a_training_gives_the_bits_that_it_gives_under_torchrun(tmp_path: Path, kind: str) -> None:
     trained(TORCHRUN, tmp_path / "torchrun", kind)
     trained(LIGHTCK, tmp_path / "lightck", kind)
     for rank in range(2):
         steps = said(tmp_path / "lightck", rank, "step")
-        assert len(steps) == OTHER_STEPS
+        assert len(steps) == OTHER_STEPS + (kind == "threads")
         assert steps == said(tmp_path / "torchrun", rank, "step")
 
 
@@ -389,6 +393,8 @@ RESTARTS = {
     "fsdp": ("in_place_off", "alike on all ranks"),
     "nested": ("in_place_off", "a callback of a collective's future"),
     "two": ("in_place_refused", "between the first update of step 5 and that step's end"),
+    "between": ("in_place_off", "comes between restore and attach"),
+    "unrestored": ("in_place_refused", "the script attaches what it has not restored"),
 }
 
 
@@ -403,3 +409,21 @@ def test_what_cannot_be_repeated_restarts_all_ranks_in_words_and_gives_the_same_
     for rank in range(ranks_of(kind)):
         assert said(tmp_path / "killed", rank, "step") == said(tmp_path / "plain", rank, "step")
         assert len(said(tmp_path / "killed", rank, "pid")) >= 2
+
+
+@pytest.mark.timeout(500)
+def test_a_replacement_restores_of_another_run_what_the_first_life_did(tmp_path: Path) -> None:
+    """The step of the job is there, too, in that run."""
+    teacher = torch.nn.Linear(8, 1)
+    optimizer = torch.optim.SGD(teacher.parameters(), lr=0.1)
+    with lightck.attach(teacher, optimizer, tmp_path / "teacher", policy=1, slots=8) as handle:
+        for _ in range(6):
+            teacher(torch.ones(1, 8)).sum().backward()
+            optimizer.step()
+            handle.wait()
+    trained(LIGHTCK, tmp_path / "plain", "teacher")
+    log = trained(LIGHTCK, tmp_path / "killed", "teacher", "4")
+    assert "lightck: recovered" in log and "in_place_refused" not in log, log[-4000:]
+    for rank in range(2):
+        assert said(tmp_path / "killed", rank, "step") == said(tmp_path / "plain", rank, "step")
+    assert len(said(tmp_path / "killed", 0, "pid")) == 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -18,9 +19,9 @@ from lightck.distributed.ddp_buckets import in_use
 from lightck.inplace import inputs
 from lightck.inplace.communicator import Communicator
 from lightck.inplace.group import Group
-from lightck.inplace.inputs import BucketInput, Inputs
+from lightck.inplace.inputs import BucketInput, CopiedInput, Inputs
 from lightck.inplace.operations import Operation, Unspoiled, described
-from lightck.inplace.plan import Description
+from lightck.inplace.plan import PROGRAM, TORCH, Description
 from support.inplace.simulated import Switch
 
 
@@ -153,6 +154,64 @@ def test_ddp_s_own_buckets_need_no_checksum_and_those_that_a_hook_has_do(
     assert third.results[0].data_ptr() == second.results[0].data_ptr()
     assert not second.is_intact
     assert third.is_intact
+    communicator.end("the test is over")
+
+
+def test_inputs_of_any_length_are_copied_into_memory_that_is_used_again() -> None:
+    keeper = Inputs(2)
+    for count in (*range(20_000, 20_100), *range(20_100, 20_000, -1)):
+        tensor = torch.full((count,), float(count))
+        kept = keeper.keep([tensor])
+        tensor.zero_()
+        assert kept.put_back() and tensor.eq(count).all()
+        kept.release()
+    assert keeper.copied_bytes == 4 * 20_100
+    pair = [keeper.keep([torch.full((count,), 1.0 * count)]) for count in (20_000, 20_050)]
+    for kept, count in zip(pair, (20_000, 20_050), strict=True):
+        assert isinstance(kept, CopiedInput) and kept.copies[0].eq(count).all()
+        kept.release()
+    assert keeper.copied_bytes == 4 * (20_100 + 20_050)
+
+
+def test_what_libraries_and_programs_make_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    communicator, forms = Communicator(0, 1), list[Description]()
+    gloo: Any = dist.ProcessGroupGloo
+    link: Any = SimpleNamespace(
+        backend=gloo(dist.HashStore(), 0, 1, timedelta(seconds=30)), cut=lambda: None
+    )
+    communicator.resume(link)
+    run_before = communicator.run
+
+    def run(form: Description, *given: Any, **named: Any) -> Operation:
+        forms.append(form)
+        return run_before(form, *given, **named)
+
+    monkeypatch.setattr(communicator, "run", run)
+    group = Group(communicator, Inputs(1))
+    group.allreduce([torch.ones(2)]).wait()
+    DistributedDataParallel(torch.nn.Linear(2, 2), process_group=group)
+    assert len(forms) > 1 and [form.maker for form in forms] == [PROGRAM] + [TORCH] * (
+        len(forms) - 1
+    )
+    communicator.end("the test is over")
+
+
+@pytest.mark.parametrize("another", [False, True])
+def test_a_group_that_another_thread_begins_with_has_connections_of_its_own(another: bool) -> None:
+    communicator = Communicator(0, 1)
+    gloo: Any = dist.ProcessGroupGloo
+    made = [gloo(dist.HashStore(), 0, 1, timedelta(seconds=30)) for _ in range(2)]
+    link: Any = SimpleNamespace(backend=made[0], cut=lambda: None)
+    communicator.resume(link)
+    asked: list[int] = []
+    group = Group(communicator, Inputs(1), lambda: asked.append(1) or made[1])
+    with ThreadPoolExecutor(1) as other:
+        for thread in (other, None) if another else (None, other):
+            one = torch.ones(1)
+            work = thread.submit(group.allreduce, [one]) if thread else group.allreduce([one])
+            (work.result() if thread else work).wait()
+    assert len(asked) == another  # told once, by the first
+    assert communicator.window.next == (0 if another else 2)
     communicator.end("the test is over")
 
 

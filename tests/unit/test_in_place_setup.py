@@ -7,20 +7,21 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from lightck.distributed.rendezvous import Joining
 from lightck.errors import CoordinationError
 from lightck.inplace import setup
 from lightck.inplace.communicator import SETUP_MOST, Communicator
 from lightck.inplace.operations import Operation, described
-from lightck.inplace.plan import Description
+from lightck.inplace.plan import LIBRARY, PROGRAM, TORCH, Description
 from lightck.inplace.setup import SetupAnswers, SetupRecord
 from support.inplace.simulated import Switch
 
 SEED = 1234
 
 
-def send(communicator: Communicator, tensor: torch.Tensor) -> Operation:
+def send(communicator: Communicator, tensor: torch.Tensor, maker: str = "") -> Operation:
     """Send a tensor from rank 0."""
-    form = Description("broadcast from 0", described([tensor]))
+    form = Description("broadcast from 0", described([tensor]), maker=maker)
     return communicator.run(form, [tensor], lambda b: b.broadcast([tensor], 0))
 
 
@@ -110,6 +111,47 @@ def test_what_is_too_large_to_be_kept_is_answered_with_what_is_there(first: Comm
     drawn, other = seed(), replacement(first)
     other.wait(set_up(other, 2, 100_000, drawn))
     assert int(drawn) == SEED
+
+
+def test_a_large_result_of_the_program_s_own_restarts_all_ranks_in_words(
+    first: Communicator,
+) -> None:
+    """A library sends models, which are restored afterwards; a program may send anything."""
+    first.wait(send(first, torch.ones(100_000), PROGRAM))
+    other = replacement(first)
+    assert not send(other, torch.zeros(100_000), PROGRAM).future.done()
+    assert "(100000,)" in other.refused and "a seed in place" in other.refused
+
+
+def test_behind_its_restore_a_replacement_is_given_no_result_of_before(
+    first: Communicator,
+) -> None:
+    """The first life had restored nothing, or another step."""
+    first.restored("run", is_whole=False)
+    first.restored("teacher", is_whole=False)
+    first.wait(send(first, seed(SEED), LIBRARY))
+    assert {*first.since_restored.values()} == {""}
+    first.wait(send(first, seed(SEED), PROGRAM))
+    assert {*first.since_restored.values()} == {"broadcast from 0 ()"}
+    other = replacement(first)
+    other.restored("teacher", is_whole=False)
+    send(other, drawn := seed())
+    assert int(drawn) == SEED
+    other.restored("run", is_whole=True)
+    send(other, kept := seed(5), TORCH)  # of a model, which it has restored
+    send(other, seed(), LIBRARY)
+    assert int(kept) == 5 and not other.refused
+    assert not send(other, seed(), PROGRAM).future.done()
+    assert "between restore and attach" in other.refused
+
+
+def test_a_replacement_restores_of_other_paths_what_the_first_life_did() -> None:
+    joining = Joining(
+        7, None, lambda why: None, "/run", {"/run": None, "/teacher": 3, "/none": None}
+    )
+    assert [joining.step_at(path) for path in ("/run", "/teacher", "/none")] == [7, 3, None]
+    with pytest.raises(CoordinationError, match="/other"):
+        joining.step_at("/other")
 
 
 def test_a_replacement_whose_set_up_was_refused_is_answered_nothing_more(

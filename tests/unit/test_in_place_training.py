@@ -80,7 +80,7 @@ def test_who_is_new_in_a_generation_is_not_silent_for_those_before_it(
     )
     communicator: Any = SimpleNamespace(rank=0, world=3)
     anything: Any = None
-    worker = runtime.Worker(communicator, anything, anything, cast(Generations, votes))
+    worker = runtime.Worker(communicator, anything, anything, cast(Generations, votes), {})
     for look in range(looks + 3):
         worker._end()
         assert bool(ended) is (look + 1 >= looks)

@@ -6,9 +6,12 @@ KIND: `fsdp` (fully_shard), `objects` (object collectives around DDP), `compiled
 a DDP model), `powersgd` and `nested` (comm hooks that make collectives in callbacks of others'
 futures, torch's with a state, and one without), `groups` (behind each step one of them reduces in a
 group of some ranks), `two` (two models, each with an update in each step), `join` (in the first
-half rank 1 has fewer inputs than rank 0, in the second it is the other way round). Each rank
-appends its losses and results to FOLDER/<rank>.said. With DEATH, rank 1 kills itself once, in the
-last model's forward behind that step. Lightck is attached then, and with `join`.
+half rank 1 has fewer inputs than rank 0, in the second it is the other way round), `threads` (a
+second thread reduces in a group of its own), `between` (rank 0 tells the restored step to all),
+`unrestored` (attached without a restore), `teacher` (what FOLDER/../teacher has is restored first,
+and its outputs are the targets). Each rank appends its losses and results to FOLDER/<rank>.said.
+With DEATH, rank 1 kills itself once, in the last model's forward behind that step. Lightck is
+attached then, and with `join`.
 """
 
 from __future__ import annotations
@@ -16,6 +19,8 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
+import time
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
@@ -64,6 +69,35 @@ def averaged_in_callback(_, bucket):  # type: ignore[no-untyped-def] # DDP check
     return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(again)
 
 
+class Reducing:
+    """Reduces on a thread of its own, in a group of its own, while the training reduces."""
+
+    def __init__(self) -> None:
+        self._group, self._found = dist.new_group(), list[float]()
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self) -> None:
+        for i in range(100):
+            one = torch.full((64,), float(i))
+            dist.all_reduce(one, group=self._group)
+            self._found.append(float(one[0]))
+            time.sleep(0.001 * dist.get_rank())
+
+    def results(self) -> list[float]:
+        """Return what all reductions gave, once the last has."""
+        self._thread.join()
+        return self._found
+
+
+def taught(folder: Path) -> nn.Module:
+    """Return the teacher."""
+    teacher = nn.Linear(8, 1).requires_grad_(False)
+    info = lightck.restore(teacher, path=folder.parent / "teacher")
+    assert info is not None and info.step == 6, info
+    return teacher
+
+
 def exchanged(step: int) -> str:
     """Return what a round of object collectives gives."""
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -91,10 +125,15 @@ def main(kind: str, folder: Path, steps: int, death: int | None) -> None:
     made_of: Any = torch.optim.SGD if kind == "join" else torch.optim.AdamW
     optimizers = [made_of(each.parameters(), lr=0.01) for each in parts]
     run: Any = nullcontext()
+    teacher = taught(folder) if kind == "teacher" else None
+    other = Reducing() if kind == "threads" else None
     if death is not None or kind == "join":
-        lightck.restore(model, optimizers, folder / "regions")
-        policy = 1000 if kind == "join" else "auto"
-        run = lightck.attach(model, optimizers, folder / "regions", policy=policy)
+        if kind != "unrestored":
+            lightck.restore(model, optimizers, folder / "regions")
+        if kind == "between":
+            dist.broadcast(torch.tensor([death]), 0)
+        own = {"policy": 1000 if kind == "join" else "auto", "overwrite": kind == "unrestored"}
+        run = lightck.attach(model, optimizers, folder / "regions", **own)
     with run as handle:
         step = 0 if handle is None else handle.step
         uneven = ExitStack()
@@ -109,7 +148,7 @@ def main(kind: str, folder: Path, steps: int, death: int | None) -> None:
                     dist.barrier()  # all are behind the first update then
                 if step == death and rank == 1 and first and part is parts[-1]:
                     os.kill(os.getpid(), signal.SIGKILL)
-                loss = part(x).square().mean()
+                loss = (part(x) - (teacher(x) if teacher else 0)).square().mean()
                 loss.backward()
                 optimizer.step()
                 optimizer.zero_grad()
@@ -121,6 +160,8 @@ def main(kind: str, folder: Path, steps: int, death: int | None) -> None:
                 more = float(shared).hex()
             print("step", step, float(loss.detach()).hex(), more, file=said)
         uneven.close()
+    if other is not None:
+        print("step", "reduced", *other.results(), file=said)
     dist.barrier()  # no rank leaves while another still receives
     dist.destroy_process_group()
     # Torch 2.13 may hang at the exit: DDP's reducer is freed under Python's lock, joins gloo's
