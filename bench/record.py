@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -157,4 +157,14 @@ def read(path: Path) -> Result:
     if missing:
         raise BenchError(f"{path}: not as `python -m bench run` wrote it: no {', '.join(missing)}")
     rows = table.select(_SCHEMA.names).to_pylist()
-    return Result(about, [Record(**row) for row in rows])
+    return Result(about, [_bounded(Record(**row)) for row in rows])
+
+
+def _bounded(record: Record) -> Record:
+    """Return a record with the bounds that its samples have by today's rule."""
+    if len(record.samples) < 2:
+        return record
+    found = estimate(record.samples)
+    if not math.isclose(found.value, record.value, rel_tol=1e-9, abs_tol=1e-300):
+        return record  # its samples are of something else
+    return replace(record, low=found.low, high=found.high)

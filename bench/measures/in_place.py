@@ -73,10 +73,13 @@ def measure(job: Job) -> list[Record]:
             if running.spare and case == "in place":
                 running.require_spares()
             last = running.stop()
-            most["rss_bytes"] = max(most.get("rss_bytes", 0), running.most("rss", 0))
+            if (rss := running.most("rss", 0)) is not None:
+                most["rss_bytes"] = max(most.get("rss_bytes", 0), rss)
             if case == "in place":
-                most["kept_bytes"] = running.most("inputs", 3)
-                most["results_bytes"] = running.most("results", 3)
+                for name, what in (("kept_bytes", "inputs"), ("results_bytes", "results")):
+                    if (kept := running.most(what, 3)) is None:
+                        raise BenchError(f"no step behind the third says its {what}: more warmup")
+                    most[name] = kept
         same &= running.losses() == _undisturbed(job, folder / "undisturbed", last)
     if case == "in place" and not same:
         raise BenchError("a loss differs from that of the undisturbed training")
@@ -181,14 +184,17 @@ class _Running:
         """Return the process of each rank."""
         return [int(self.marks(rank)[-1][2]) for rank in range(self.world)]
 
-    def most(self, what: str, behind: int) -> float:
-        """Return the largest value of a rank behind a step, before the first failure."""
-        found = [0.0]
+    def most(self, what: str, behind: int) -> float | None:
+        """Return the largest value of a rank behind a step, before the first failure.
+
+        None: no rank has said one.
+        """
+        found: list[float] = []
         failed = min((self.first(rank, "failing", 0.0) or 1e18 for rank in range(self.world)))
         for rank in range(self.world):
             steps = [m for m in self.marks(rank) if m[0] == "step" and m[1] < failed]
             found += [m[3][what] for m in steps if m[3]["step"] > behind and what in m[3]]
-        return float(max(found))
+        return max(map(float, found), default=None)
 
     def losses(self) -> dict[tuple[int, int], set[str]]:
         """Return the losses of each rank and step."""

@@ -106,8 +106,8 @@ def _failure(job: Job, folder: Path, after: float, known: dict[int, Any]) -> dic
             done[step] = moment
         last = max(done)
         time.sleep((done[last] - done[last - 1]) * (after % 1))
+        killed = time.monotonic()  # it takes half a second more until its memory is freed
         life.kill()
-        killed = time.monotonic()
         for _, step, moment in life.rest("done"):
             done[step] = moment
     begin = time.monotonic()

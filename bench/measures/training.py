@@ -159,6 +159,7 @@ def _collect(
     for _ in range(job.method.settle):
         one(job, loop, unmeasured)
     copies = [_rest_and_copy(loop, yardstick)]
+    series.spent.look()  # processes that began at the first snapshots count, too
     begin = time.monotonic()
     while True:
         one(job, loop, series)

@@ -6,7 +6,7 @@ import hashlib
 import os
 import pickle
 import resource
-import time
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import FrameType
@@ -51,8 +51,9 @@ class Injector:
     """Numbers of module forwards in this iteration, and in the one before."""
     _ticks: list[int] = field(default_factory=lambda: [0, 0])
     """Numbers of gradient hooks in this iteration, and in the one before."""
-    _undo: tuple[float, Callable[[], object]] | None = None
-    """The time at which a lasting fault ends, and the callable that ends it."""
+
+    _timer: threading.Timer | None = None
+    """Ends the last fault that lasts."""
 
     def __post_init__(self) -> None:
         """Report where the process begins, and hook events that the checkpointer is not told of."""
@@ -175,9 +176,6 @@ class Injector:
     # ---- the faults ------------------------------------------------------------------------
 
     def _reach(self, phase: str, of: int | None = None) -> None:
-        if self._undo is not None and time.monotonic() >= self._undo[0]:
-            self._undo[1]()
-            self._undo = None
         if self.checkpointer.enabled:
             complete = self.checkpointer.steps.step
             self.plan.reach(phase, complete + 1 if of is None else of, complete, self._kinds)
@@ -185,10 +183,13 @@ class Injector:
     def _slow(self) -> None:
         """Slow the medium down, by the limit that `write_limit` sets."""
         pipeline, hold_s = self.checkpointer.pipeline, self.plan.hold_s
-        known = pipeline.region.continued
-        size = known.payload_bytes if known is not None else 0
-        pipeline.pool.limit(max(_SLOWEST, int(size / hold_s)))
-        self._undo_later(lambda: pipeline.pool.limit(self.config.write_limit))
+        pipeline.pool.limit(max(_SLOWEST, int(pipeline.region.slot_bytes / hold_s)))
+
+        def undo() -> None:
+            if self.checkpointer.enabled:  # else there is no pool any more
+                pipeline.pool.limit(self.config.write_limit)
+
+        self._undo_later(undo)
 
     def _full(self) -> None:
         """Let files grow no more, as on a full medium; Python ignores SIGXFSZ."""
@@ -208,7 +209,10 @@ class Injector:
         self.plan.kill()
 
     def _undo_later(self, undo: Callable[[], object]) -> None:
-        self._undo = (time.monotonic() + self.plan.hold_s, undo)
+        # On a thread of its own: the training may stand in what the fault holds up.
+        self._timer = threading.Timer(self.plan.hold_s, undo)
+        self._timer.daemon = True
+        self._timer.start()
 
 
 def _digest(state: Any) -> str:

@@ -181,6 +181,8 @@ def test_a_slow_medium_is_slow_for_a_while(
         )
         loop = Loop(region_dir / "region")
         loop.train(6)
+        injector: Any = internals.hooks(loop.handle).listener
+        injector._timer.join(100)  # also where training stands, and comes to no hook
         loop.handle.close()
         return limits
 
@@ -199,8 +201,8 @@ def test_on_a_full_medium_files_do_not_grow_for_a_while(region_dir: Path) -> Non
             with pytest.raises(OSError):
                 os.pwrite(file.fileno(), b"x", size)
         injector: Any = internals.hooks(loop.handle).listener
-        injector._undo = (0.0, injector._undo[1])  # its time is over
-        loop.train(1)
+        injector._timer.cancel()
+        injector._timer.function()  # its time is over
         return before, inside, size, resource.getrlimit(resource.RLIMIT_FSIZE)[0]
 
     before, inside, size, after = _under(region_dir, [Fault("full", 2, "fence")], code)

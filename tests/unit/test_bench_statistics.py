@@ -46,9 +46,10 @@ def test_the_interval_is_as_wide_as_theory_says_for_normal_samples() -> None:
     assert estimate(samples.tolist()).half_width == pytest.approx(expected, rel=0.1)
 
 
-def test_the_interval_covers_the_truth_about_as_often_as_it_says() -> None:
+@pytest.mark.parametrize("count", [2, 3, 4, 40])
+def test_the_interval_covers_the_truth_about_as_often_as_it_says(count: int) -> None:
     rng = np.random.default_rng(2)
-    found = [estimate(rng.normal(5, 1, 40).tolist()) for _ in range(200)]
+    found = [estimate(rng.normal(5, 1, count).tolist()) for _ in range(200)]
     assert 0.90 <= np.mean([each.low <= 5 <= each.high for each in found]) <= 0.985
 
 

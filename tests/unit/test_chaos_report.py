@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightck.cli.chaos import plan
+from lightck.cli.chaos import command, plan
 from lightck.cli.chaos.runner import Job, Run, TimeLimits
 from lightck.cli.chaos.verdict import (
     _is_free,
@@ -206,6 +206,22 @@ def test_a_fault_that_passes_loses_nothing(tmp_path: Path) -> None:
     (row,) = rows(run, Run(tmp_path), [Fault("stop", 6)])
     assert (row["ended"], row["lost_steps"], row["detected_s"]) == (False, 0, None)
     assert row["recovered_s"] == 1.0
+
+
+def test_faults_that_came_and_did_nothing_are_told_from_those_that_did(tmp_path: Path) -> None:
+    run = _run(tmp_path)
+    run.life(0, 2)
+    run.fault(0, 2)
+    run.tell("flipped", why="no file with two snapshots")
+    run.fault(1, 2)
+    run.tell("acted", what="lo down", why="nsenter: no such process")
+    run.fault(2, 2)
+    run.tell("acted", what="lo down", why=None)
+    faults = [Fault("corrupt", 3), Fault("network", 3), Fault("network", 3), Fault("kill", 9)]
+    found = rows(run, Run(tmp_path), faults)
+    assert [command._missed(row) for row in found] == [True, True, False, True]
+    assert found[1]["failed"] == ["not done: lo down: nsenter: no such process"]
+    assert found[2]["acted"] == ["lo down"]
 
 
 def test_a_rank_that_still_attaches_when_the_fault_comes_is_no_restart(tmp_path: Path) -> None:

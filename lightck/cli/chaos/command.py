@@ -26,6 +26,7 @@ from lightck.cli.chaos.verdict import (
 from lightck.cli.output import (
     BAD_DATA,
     OK,
+    USAGE,
     Refusal,
     print_json,
     progress,
@@ -73,7 +74,9 @@ columns of the report, seconds from the fault:
              (lightck run), which repeats what is LOST
   LOST       steps and seconds of work that had to be done again
   RECOVERED  until the first step had ended after it, start-up and imports included
-  AS BEFORE  the losses from there to the next fault are the undisturbed run's"""
+  AS BEFORE  the losses from there to the next fault are the undisturbed run's
+
+The status is 1 if the runs differ, 2 if they agree and a fault of --fault did nothing."""
 EXAMPLES = """\
   lightck chaos
   lightck chaos --ranks 2 --kinds kill,term,hang --seed 7
@@ -160,7 +163,9 @@ def run(arguments: argparse.Namespace) -> int:
     tell(f"\n{document['seconds']:.0f} s in all")
     if arguments.json:
         print_json(document)
-    return OK if document["identical"] else BAD_DATA
+    if not document["identical"]:
+        return BAD_DATA
+    return USAGE if given and any(_missed(row) for row in document["faults"]) else OK
 
 
 def _ranks(world: int) -> str:
@@ -274,6 +279,11 @@ def _document(
     }
 
 
+def _missed(row: dict[str, Any]) -> bool:
+    """Tell whether a fault did not come, or came and did nothing."""
+    return not row["fired"] or bool(row.get("flipped", {}).get("why")) or bool(row.get("failed"))
+
+
 def _report(document: dict[str, Any]) -> str:
     headings = ["FAULT", "DETECTED", "SAVED", "RESUMED", "LOST", "RECOVERED", "AS BEFORE"]
     lines = [[row["fault"], *_cells(row)] for row in document["faults"]]
@@ -281,8 +291,12 @@ def _report(document: dict[str, Any]) -> str:
     for row in document["faults"]:
         notes = [f"not saved: {row['why']}"] if row.get("why") else []
         notes += row.get("acted", [])
-        if row.get("flipped"):
-            notes.append(f"flipped a bit: {row['flipped']}")
+        flipped = row.get("flipped") or {}
+        if flipped.get("why"):
+            notes.append(f"flipped no bit: {flipped['why']}")
+        elif flipped:
+            notes.append(f"flipped a bit: {flipped}")
+        notes += row.get("failed", [])
         parts += [f"{row['fault']}: {note}" for note in notes]
     if document["replaced"]:
         parts += ["", f"replaced in place: {_ranks(document['replaced'])}; all ranks were restarted"
@@ -300,9 +314,13 @@ def _report(document: dict[str, Any]) -> str:
         missing = ", ".join(document["losses_missing"][:10])
         parts += ["", f"losses that were never written, of a step that had ended: {missing}"]
     end = f"after step {document['steps']}, {document['tensors_compared']} tensors"
-    end += " and all losses" if document["losses_compared"] else ""
+    all_losses = "the losses that were written" if document["losses_missing"] else "all losses"
+    end += f" and {all_losses}" if document["losses_compared"] else ""
     if document["identical"]:
         parts += ["", f"IDENTICAL: {end} are the undisturbed run's, bit for bit"]
+        missed = sum(map(_missed, document["faults"]))
+        if missed:
+            parts += [f"{missed} of {len(document['faults'])} faults did nothing"]
     else:
         shown = document["differences"][:10]
         more = len(document["differences"]) - len(shown)

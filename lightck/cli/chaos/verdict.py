@@ -89,9 +89,11 @@ def _of_fault(
     until = attached[0]["t"] if attached else None
     row |= _detected(fault, window, until)
     row |= _saved([e for e in window if until is None or e["t"] < until])
-    acted = [e["what"] for e in window if e["event"] == "acted"]
-    if acted:
-        row["acted"] = acted
+    acts = [e for e in window if e["event"] == "acted"]
+    if done := [e["what"] for e in acts if not e.get("why")]:
+        row["acted"] = done
+    if failed := [f"not done: {e['what']}: {e['why']}" for e in acts if e.get("why")]:
+        row["failed"] = failed
     flipped = next((e for e in window if e["event"] == "flipped"), None)
     if flipped is not None:
         row["flipped"] = {k: v for k, v in flipped.items() if k in ("step", "tensor", "why")}
