@@ -36,7 +36,7 @@ from lightck.inplace.operations import (
     State,
     Window,
 )
-from lightck.inplace.plan import PROGRAM, Description
+from lightck.inplace.plan import LIBRARY, PROGRAM, Description
 
 DRAIN_S = 30.0
 """Seconds in which collectives on a link that was cut must have ended."""
@@ -63,6 +63,11 @@ class _Thread(threading.local):
 
 
 _THREAD = _Thread()
+
+
+def completes() -> bool:
+    """Tell whether this thread completes a collective's future, and runs what goes on from it."""
+    return _THREAD.completes
 
 
 class AnyLink(Protocol):
@@ -136,6 +141,8 @@ class Communicator:
     _begun: SimpleQueue[Operation | None] = field(default_factory=SimpleQueue)
     """The collectives that were begun on a link and whose ends are waited for; None ends that."""
     _waiter: threading.Thread | None = None
+    _libraries_send_models: bool = True
+    """False if the program itself has restored: what it has a library send may be of the step."""
     _is_whole: bool = False
     """True once a replacement has restored the job's step: no result of the set-up is of it."""
     _most: int = SETUP_MOST
@@ -164,7 +171,7 @@ class Communicator:
             value: what the future gives.
         """
         with self.changed:
-            if self.since_restored and self._most and _may_be_of_the_state(form):
+            if self.since_restored and self._most and self._may_be_of_the_state(form):
                 first = f"{form.kind} ({form.site})"
                 self.since_restored = {at: was or first for at, was in self.since_restored.items()}
             if self.setup is not None and self._is_answered(form, results, own):
@@ -245,9 +252,16 @@ class Communicator:
 
     # ---- for the recovery --------------------------------------------------------------------
 
-    def restored(self, path: str, *, is_whole: bool) -> None:
-        """Note that the program has restored from a path; `is_whole`: the step of a recovery."""
+    def restored(self, path: str, *, is_whole: bool, by_integration: bool = False) -> None:
+        """Note that the program has restored from a path.
+
+        Args:
+            path: from which.
+            is_whole: it was the step of a recovery.
+            by_integration: lightck's own for a library, which sends nothing then but of its own.
+        """
         with self.changed:
+            self._libraries_send_models = by_integration
             self.since_restored[path] = ""
             self._is_whole = self._is_whole or is_whole
 
@@ -515,7 +529,7 @@ class Communicator:
         """Answer a collective of a replacement's set-up; False if it waits for its refusal."""
         assert self.setup is not None
         if not self.ended and not self.refused:
-            if self._is_whole and _may_be_of_the_state(form):
+            if self._is_whole and self._may_be_of_the_state(form):
                 self._refuse(
                     f"rank {self.rank} replaces one that was lost, and makes {form.kind}"
                     f" ({form.site}) between restore and attach, whose result is not that of the"
@@ -529,6 +543,12 @@ class Communicator:
             else:
                 return True
         return False
+
+    def _may_be_of_the_state(self, form: Description) -> bool:
+        """Tell whether what a set-up sends may depend on what was restored."""
+        of_program = form.maker == PROGRAM
+        of_library = form.maker == LIBRARY and not self._libraries_send_models
+        return (of_program or of_library) and bool(form.tensors or not form.shared)
 
     def _refuse(self, why: str) -> None:
         """Have all ranks restarted; under the lock.
@@ -579,11 +599,6 @@ class Communicator:
         self.window.go_on_from(number)
         for early in [each for each in self._answers if each < number]:
             del self._answers[early]
-
-
-def _may_be_of_the_state(form: Description) -> bool:
-    """Tell whether what a set-up sends may depend on what was restored: a library's does not."""
-    return form.maker == PROGRAM and bool(form.tensors or not form.shared)
 
 
 def error_of(work: Any, patience: timedelta | None) -> str | None:

@@ -1,19 +1,22 @@
 """The process group that stands before gloo: every collective goes to the communicator.
 
 To scripts, DDP and DeepSpeed its back end is `gloo` (`torch.distributed.get_backend`). Groups of
-all ranks share one communicator, since one thread makes their collectives in one order. A group
-that another thread begins with has gloo's own connections, and in place is off. Collectives whose
-results differ by rank are numbered with the others, and repeated if no rank has completed them;
-transfers between two ranks are not.
+all ranks share one communicator, since one thread makes their collectives in one order. What
+another thread does with a group goes by gloo's own connections, and in place is off. Collectives
+whose results differ by rank are numbered with the others, and repeated if no rank has completed
+them; transfers between two ranks are not.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 import os
+import site
 import sys
 import sysconfig
 import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -26,7 +29,7 @@ import torch.distributed as dist
 from torch.futures import Future
 
 from lightck.errors import CoordinationError
-from lightck.inplace.communicator import Communicator
+from lightck.inplace.communicator import Communicator, completes
 from lightck.inplace.operations import NOT_KEPT, UNSPOILED, KeptInput, Operation, described
 from lightck.inplace.plan import CALLED_FROM, LIBRARY, PROGRAM, SPARSE, TORCH, Description
 from lightck.loop.hooks import untraced
@@ -36,7 +39,15 @@ _NOT_THE_PROGRAM = tuple(
     f"{folder}{os.sep}" for folder in (Path(torch.__file__).parent, Path(__file__).parents[1])
 )
 
-_INSTALLED = tuple(f"{sysconfig.get_path(name)}{os.sep}" for name in ("purelib", "platlib"))
+_INSTALLED = tuple(
+    f"{folder}{os.sep}"
+    for folder in (
+        *(sysconfig.get_path(name) for name in ("purelib", "platlib")),
+        *(site.getusersitepackages(), *site.getsitepackages()),
+        *(path for path in sys.path if path.endswith("dist-packages")),
+    )
+)
+"""Folders of libraries; a program that is installed itself counts as one."""
 _DDP = f"{Path(torch.nn.__file__).parent}{os.sep}"
 
 MOST_FRAMES = 12
@@ -175,20 +186,22 @@ class Group(_ProcessGroup):  # type: ignore[misc] # torch's own names say less t
         communicator: Communicator,
         inputs: InputKeeper,
         apart: Callable[[], Any] | None = None,
+        thread: int = 0,
     ) -> None:
         """Make a group.
 
         Args:
             communicator: of this rank.
             inputs: keeps what collectives overwrite.
-            apart: connects all ranks by gloo alone, for a group of another thread's; None: for the
-                program's first group, which has no such thread.
+            apart: connects all ranks by gloo alone, for what other threads do with this group;
+                None: this is the program's first group, which is the training's.
+            thread: on which the first group was made.
         """
         super().__init__(communicator.rank, communicator.world)
         self._communicator, self._inputs = communicator, inputs
-        self._apart, self._thread = apart, threading.get_ident()
+        self._apart, self._thread = apart, thread
         self._own: Any = None
-        """Gloo's own group, for all that another thread does; None: the communicator serves."""
+        """Gloo's own group, for all that other threads do; None: none has done anything."""
         self._name = self._description = ""
         self._bucket_forms: dict[KeptInput, Description] = {}
         """Forms of the reductions that DDP alone makes, always alike; finding one takes longest."""
@@ -307,9 +320,24 @@ class Group(_ProcessGroup):  # type: ignore[misc] # torch's own names say less t
         opts = _options(opts, _torch.BarrierOptions)
         return self._run("barrier", [], lambda backend: backend.barrier(opts))
 
-    def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
-        """Wait for every rank; who does not come is told by what watches over hangs."""
-        self.barrier().wait()
+    def monitored_barrier(
+        self, timeout: timedelta | None = None, wait_all_ranks: bool = False
+    ) -> None:
+        """Wait for every rank; torch's arguments.
+
+        Raises:
+            RuntimeError: not all came in time; which did not is not known here.
+        """
+        if (backend := self._of_another_thread()) is not None:
+            backend.monitored_barrier(timeout, wait_all_ranks)
+            return
+        work = self.barrier()
+        end = math.inf if timeout is None else time.monotonic() + timeout.total_seconds()
+        while timeout is not None and not work.is_completed():
+            if time.monotonic() > end:
+                raise RuntimeError(f"monitored_barrier: not all ranks came within {timeout}")
+            time.sleep(0.001)
+        work.wait()
 
     # ---- results that differ by rank ---------------------------------------------------------
 
@@ -431,14 +459,14 @@ class Group(_ProcessGroup):  # type: ignore[misc] # torch's own names say less t
         )
 
     def _of_another_thread(self) -> Any:
-        """Return gloo's own group if another thread than its maker has begun with this one.
+        """Return gloo's own group if another thread than the training's calls; else None.
 
-        It is told by the first call, which every rank makes on the same thread.
+        Every rank makes a call on the same thread. A callback of a collective's future is of that.
         """
-        if self._apart is not None:
-            apart, self._apart = self._apart, None
-            if threading.get_ident() != self._thread:
-                self._own = apart()
+        if self._apart is None or threading.get_ident() == self._thread or completes():
+            return None
+        if self._own is None:
+            self._own = self._apart()
         return self._own
 
     def _alone(
@@ -450,7 +478,7 @@ class Group(_ProcessGroup):  # type: ignore[misc] # torch's own names say less t
     ) -> Any:
         # Forms of such collectives differ by rank, too: only their kind is compared.
         kept = self._kept(spoils) if spoils else UNSPOILED
-        form = Description(kind, (), shared=False, site=_site())
+        form = Description(kind, (), shared=False, site=_site(), maker=self._maker())
         return self._work(form, results, start, kept=kept, value=results)
 
 

@@ -9,10 +9,12 @@ copied into memory that is used again; new memory would cost more than the copy.
 from __future__ import annotations
 
 import logging
+import threading
 from bisect import insort
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import nn
@@ -33,7 +35,7 @@ class CopiedInput:
 
     tensors: Sequence[torch.Tensor]
     copies: list[torch.Tensor]
-    give_back: Callable[[list[torch.Tensor]], None]
+    give_back: Callable[[], None]
 
     def put_back(self) -> bool:
         """Put the copy back."""
@@ -45,8 +47,8 @@ class CopiedInput:
     def release(self) -> None:
         """Give the memory back."""
         if self.copies:
-            self.give_back(self.copies)
             self.copies = []
+            self.give_back()
 
     def is_hidden(self) -> bool:
         """Tell that the program has the tensors."""
@@ -107,6 +109,8 @@ class Inputs:
     """Bytes of the memory for copies."""
     _free: dict[torch.dtype, list[torch.Tensor]] = field(default_factory=lambda: defaultdict(list))
     """Memory for copies that is not in use; a copy takes the smallest that holds it."""
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    """Guards both: collectives end on another thread than they begin on."""
     _proved: dict[_Place, BucketInput] = field(default_factory=dict)
     """The buckets that gradients were shown to give again; their memory is not used otherwise."""
     _refuted: set[_Place] = field(default_factory=set)
@@ -124,7 +128,13 @@ class Inputs:
             proof = self._proof(tensors[0])
             if proof is not None:
                 return proof
-        return CopiedInput(tensors, [self._copy(each) for each in tensors], self._take_back)
+        places = [self._place(each.dtype, each.numel()) for each in tensors]
+        with torch.inference_mode(False):  # memory that a tensor of any mode can be copied to later
+            pairs = zip(places, tensors, strict=True)
+            copies = [place[: each.numel()].view(each.shape) for place, each in pairs]
+        for copy, each in zip(copies, tensors, strict=True):
+            copy.copy_(each.detach())
+        return CopiedInput(tensors, copies, partial(self._take_back, places))
 
     def _proof(self, bucket: torch.Tensor) -> BucketInput | None:
         """Return the bucket's gradients in place of a copy, if they are shown to give it."""
@@ -139,8 +149,10 @@ class Inputs:
                     proof = BucketInput(bucket, chosen, 1.0 / self.world, module)
                     if _gives(proof):
                         self._proved[key] = proof
-                        self._free.clear()
-                        self.copied_bytes = 0
+                        with self._lock:
+                            gone = sum(each.nbytes for f in self._free.values() for each in f)
+                            self._free.clear()
+                            self.copied_bytes -= gone
                         return proof
         self._refuted.add(key)
         return None
@@ -151,25 +163,25 @@ class Inputs:
         found = ((module, known_buckets(module)) for module in every)
         return [(module, buckets) for module, buckets in found if buckets is not None]
 
-    def _copy(self, tensor: torch.Tensor) -> torch.Tensor:
-        count, free = tensor.numel(), self._free[tensor.dtype]
-        at = next((i for i, each in enumerate(free) if each.numel() >= count), None)
-        if at is not None:
-            place = free.pop(at)
-        else:
+    def _place(self, dtype: torch.dtype, count: int) -> torch.Tensor:
+        """Return memory for a copy: the smallest that is free and holds it, or new."""
+        with self._lock:
+            free = self._free[dtype]
+            at = next((i for i, each in enumerate(free) if each.numel() >= count), None)
+            if at is not None:
+                return free.pop(at)
             if free:  # else tensors of another length each time would keep a place each
                 self.copied_bytes -= free.pop().nbytes
-            place = torch.empty(count, dtype=tensor.dtype)
+            with torch.inference_mode(False):
+                place = torch.empty(count, dtype=dtype)
             self.copied_bytes += place.nbytes
-            self._tell()
-        copy = place[:count].view(tensor.shape)
-        copy.copy_(tensor.detach())
-        return copy
+        self._tell()
+        return place
 
-    def _take_back(self, copies: list[torch.Tensor]) -> None:
-        for each in copies:
-            assert each._base is not None
-            insort(self._free[each.dtype], each._base, key=torch.Tensor.numel)
+    def _take_back(self, places: list[torch.Tensor]) -> None:
+        with self._lock:
+            for each in places:
+                insort(self._free[each.dtype], each, key=torch.Tensor.numel)
 
     def _tell(self) -> None:
         if not self._told and self._refuted:
@@ -200,5 +212,5 @@ def _gives(proof: BucketInput) -> bool:
     return filled.view(torch.uint8).equal(bucket.contiguous().view(torch.uint8))
 
 
-def _drop(_: list[torch.Tensor]) -> None:
+def _drop() -> None:
     """Nothing is used again."""

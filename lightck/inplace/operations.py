@@ -167,7 +167,7 @@ class Operation:
         if self.is_small:
             self._copies = [each.detach().clone() for each in self.results]
         else:
-            self._versions = tuple(each._version for each in self.results)
+            self._versions = _versions(self.results)
 
     def seal(self) -> None:
         """Take what later changes of a large result are found by, before anything can change it."""
@@ -185,7 +185,7 @@ class Operation:
             return True
         if self.is_sparse:
             return False
-        if self._versions != tuple(each._version for each in self.results):
+        if self._versions != _versions(self.results):
             return False
         return self.kept.is_hidden() or self._digest == _digest(self.results)
 
@@ -198,6 +198,11 @@ class Operation:
         with torch.no_grad():
             for mine, theirs in zip(self.results, given, strict=True):
                 mine.detach().copy_(theirs.view(mine.shape))
+
+
+def _versions(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
+    """Return the tensors' version counters; those of inference mode have none."""
+    return tuple(0 if each.is_inference() else each._version for each in tensors)
 
 
 def _begun(_: Any) -> Any:

@@ -9,12 +9,15 @@ from __future__ import annotations
 import json
 import logging
 import os
+import sys
 import threading
 import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch.distributed as dist
@@ -42,6 +45,7 @@ from lightck.inplace.training import HandleTraining, InPlaceListener
 from lightck.loop.hooks import Listener
 
 _ATTACH_S = 120.0
+_INTEGRATIONS = f"{Path(__file__).parents[1] / 'integrations'}{os.sep}"
 _VOTE_S = 1.0
 """Seconds between two looks at who hangs."""
 _VOTES = 10
@@ -77,6 +81,8 @@ class Worker:
     """The job's generations over a connection of its own, for the hang of another rank."""
     told: Mapping[str, Any]
     """The facts that a replacement has of the job's set-up, as `_publish_setup` has told them."""
+    thread: int = field(default_factory=threading.get_ident)
+    """The thread on which the program has made its first group, and trains."""
     _restored: dict[str, int | None] = field(default_factory=dict)
     """The steps that this process has restored, by path; None: nothing was there."""
     _training: HandleTraining | None = None
@@ -124,7 +130,8 @@ class Worker:
         """Note what was restored: the collectives from here to attach may depend on it."""
         self._restored[path] = step
         is_whole = self.joins() and path == self.told["path"]
-        self.communicator.restored(path, is_whole=is_whole)
+        by = _called_from(_INTEGRATIONS)
+        self.communicator.restored(path, is_whole=is_whole, by_integration=by)
 
     def _refuse(self, why: str) -> None:
         """Have all ranks restarted: this process cannot join them, and another could not either."""
@@ -265,6 +272,13 @@ class Worker:
         return recovery.recoveries, recovery.recovering_s, recovery.recovering
 
 
+def _called_from(folder: str) -> bool:
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and not frame.f_code.co_filename.startswith(folder):
+        frame = frame.f_back
+    return frame is not None
+
+
 WORKER: Worker | None = None
 
 
@@ -282,7 +296,7 @@ def make_group(store: Any, rank: int, world: int, timeout: timedelta) -> dist.Pr
         torchs: Any = dist
         return torchs.ProcessGroupGloo(torchs.PrefixStore("apart", store), rank, world, timeout)
 
-    return Group(WORKER.communicator, WORKER.inputs, apart)
+    return Group(WORKER.communicator, WORKER.inputs, apart, WORKER.thread)
 
 
 def _made(rank: int, world: int, timeout: timedelta) -> Worker:

@@ -106,6 +106,8 @@ class WatchedEnvironment(_Environment):  # type: ignore[misc] # `os.environ`, wh
     read: dict[str, tuple[str | None, str]]
     """By name the value that was read first, and by which module."""
     written: set[str]
+    before: dict[str, str]
+    """The environment as it was when the watch began."""
     passed: list[str]
     """The names that a pass over all has still before it, the next one last."""
 
@@ -114,7 +116,7 @@ class WatchedEnvironment(_Environment):  # type: ignore[misc] # `os.environ`, wh
         """Let `os.environ` be one of these."""
         watched: Any = os.environ
         watched.read, watched.written, watched.passed = {}, set(), []
-        watched.__class__ = cls
+        watched.before, watched.__class__ = {**os.environ}, cls
         found: WatchedEnvironment = watched
         return found
 
@@ -163,7 +165,9 @@ class WatchedEnvironment(_Environment):  # type: ignore[misc] # `os.environ`, wh
             for name, (value, module) in self.read.items()
             if told.get(name) != value and name not in ours
         ]
-        own = {name: self.get(name) for name in self.written}
+        # Who puts all of it back as it was has written nothing of its own.
+        now = {name: self.get(name) for name in self.written}
+        own = {name: value for name, value in now.items() if value != self.before.get(name)}
         self.clear()
         self.update(told)
         for name, value in own.items() if not wrong else ():

@@ -130,8 +130,8 @@ class LightckCheckpointer(BaseCheckpointManager):  # type: ignore[misc]
                 policy=config.interval,
                 config=config.settings or None,
             )
-            begun = getattr(self._given["states"].get("train_state"), "step", self.handle.step)
-            if self.handle.step != begun:  # what it began from had the Trainer's state in it
+            begun = getattr(self._given["states"].get("train_state"), "step", 0)
+            if self.info is None and begun:  # what it began from had the Trainer's state in it
                 self.handle.replaced(begun)
         return loaded
 

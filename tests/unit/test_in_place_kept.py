@@ -196,22 +196,43 @@ def test_what_libraries_and_programs_make_is_told_apart(monkeypatch: pytest.Monk
     communicator.end("the test is over")
 
 
-@pytest.mark.parametrize("another", [False, True])
-def test_a_group_that_another_thread_begins_with_has_connections_of_its_own(another: bool) -> None:
+def test_what_another_thread_does_with_a_group_goes_by_connections_of_its_own() -> None:
     communicator = Communicator(0, 1)
     gloo: Any = dist.ProcessGroupGloo
     made = [gloo(dist.HashStore(), 0, 1, timedelta(seconds=30)) for _ in range(2)]
     link: Any = SimpleNamespace(backend=made[0], cut=lambda: None)
     communicator.resume(link)
     asked: list[int] = []
-    group = Group(communicator, Inputs(1), lambda: asked.append(1) or made[1])
+    connected = lambda: asked.append(1) or made[1]  # noqa: E731
+    group = Group(communicator, Inputs(1), connected, threading.get_ident())
+    group.barrier().wait()  # as a program may look whether all are there
     with ThreadPoolExecutor(1) as other:
-        for thread in (other, None) if another else (None, other):
-            one = torch.ones(1)
-            work = thread.submit(group.allreduce, [one]) if thread else group.allreduce([one])
-            (work.result() if thread else work).wait()
-    assert len(asked) == another  # told once, by the first
-    assert communicator.window.next == (0 if another else 2)
+        for _ in range(2):
+            other.submit(group.allreduce, [torch.ones(1)]).result().wait()
+            group.allreduce([torch.ones(1)]).wait()
+    assert asked == [1] and communicator.window.next == 3
+    first = Group(communicator, Inputs(1))
+    with ThreadPoolExecutor(1) as other:
+        other.submit(first.allreduce, [torch.ones(1)]).result().wait()
+    assert communicator.window.next == 4
+    communicator.end("the test is over")
+
+
+@pytest.mark.parametrize("made_inside", [False, True])
+def test_what_is_reduced_in_inference_mode_is_copied_and_complete(made_inside: bool) -> None:
+    communicator, keeper = Communicator(0, 1), Inputs(1)
+    gloo: Any = dist.ProcessGroupGloo
+    backend = gloo(dist.HashStore(), 0, 1, timedelta(seconds=30))
+    link: Any = SimpleNamespace(backend=backend, cut=lambda: None)
+    communicator.keep(recovers=True)
+    communicator.resume(link)
+    group = Group(communicator, keeper)
+    outside = torch.ones(30_000)
+    with torch.inference_mode():
+        work = group.allreduce([torch.ones(30_000) if made_inside else outside])
+        assert work.wait()
+    assert [operation.is_intact for operation in communicator.window] == [True]
+    assert group.allreduce([outside]).wait() and keeper.copied_bytes == 120_000
     communicator.end("the test is over")
 
 

@@ -128,7 +128,7 @@ def test_behind_its_restore_a_replacement_is_given_no_result_of_before(
 ) -> None:
     """The first life had restored nothing, or another step."""
     first.restored("run", is_whole=False)
-    first.restored("teacher", is_whole=False)
+    first.restored("teacher", is_whole=False, by_integration=True)
     first.wait(send(first, seed(SEED), LIBRARY))
     assert {*first.since_restored.values()} == {""}
     first.wait(send(first, seed(SEED), PROGRAM))
@@ -137,12 +137,23 @@ def test_behind_its_restore_a_replacement_is_given_no_result_of_before(
     other.restored("teacher", is_whole=False)
     send(other, drawn := seed())
     assert int(drawn) == SEED
-    other.restored("run", is_whole=True)
+    other.restored("run", is_whole=True, by_integration=True)
     send(other, kept := seed(5), TORCH)  # of a model, which it has restored
     send(other, seed(), LIBRARY)
     assert int(kept) == 5 and not other.refused
     assert not send(other, seed(), PROGRAM).future.done()
     assert "between restore and attach" in other.refused
+
+
+def test_what_a_program_has_a_library_send_behind_its_restore_may_be_of_the_step(
+    first: Communicator,
+) -> None:
+    first.restored("run", is_whole=False)
+    first.wait(send(first, seed(SEED), LIBRARY))
+    assert first.since_restored == {"run": "broadcast from 0 ()"}
+    other = replacement(first)
+    other.restored("run", is_whole=True)
+    assert not send(other, seed(), LIBRARY).future.done() and other.refused
 
 
 def test_a_replacement_restores_of_other_paths_what_the_first_life_did() -> None:

@@ -131,6 +131,12 @@ def test_who_passes_over_all_variables_has_read_none(
     assert noted(f"{reads}; os.environ['RANK']").startswith("ranked read RANK")
 
 
+def test_who_puts_all_variables_back_has_written_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "7")  # of the pod
+    puts_back = "saved = os.environ.copy(); os.environ['OWN'] = '1'; os.environ.clear();"
+    assert noted(f"{puts_back} os.environ.update(saved)") == ""
+
+
 def noted(reads: str) -> str:
     """Return what is noted of a module's code by a spare that becomes rank 1."""
     before = {**os.environ}
