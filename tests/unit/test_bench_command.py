@@ -45,7 +45,7 @@ def test_without_names_the_essential_definitions_run(
     assert 0 < minutes <= 45, "what `make bench` promises"
     assert f"about {minutes:.0f} minutes on two quiet cores\n" in capsys.readouterr().err
     assert cli.main(["list"]) == 0
-    assert "\nessential (about 9 minutes, essential): Five of" in capsys.readouterr().out
+    assert "\nessential (about 22 minutes, essential): Five of" in capsys.readouterr().out
 
 
 def test_a_reader_that_closes_the_output_ends_a_command_quietly(
