@@ -173,27 +173,35 @@ def restore(
         NoSnapshotError: snapshots are there, but none is whole, or not the wanted step.
         RestoreMismatchError: the state differs; nothing was changed.
         CoordinationError: another rank failed, named with its reason, or did not come.
-        RegionError: the place is not safe or not a region.
-        LightckError: a handle is attached to the model.
+        RegionError, LightckError: no safe place, or no region; a handle is attached to the model.
 
     Thread: the training thread; blocks for as long as reading and checking takes.
     """
     with meeting("restore") as ranks:
         refuse_unknown("restore", unknown, _ARGUMENTS)
         root, optimizers = check("restore", model, optimizer, path, extras, more)
-        place = Config.resolve(path=path).path
-        wanted, known = _wanted(step, strict, place, ranks.joining), progress(root)
-        if known.attached:
-            raise LightckError("a handle records this model: close() or detach() the handle first")
-        if ranks.joining is not None and wanted is None:
-            return None  # nor was there anything when the job began
+        place, known = Config.resolve(path=path).path, _unattached(root)
+        wanted = _wanted(step, strict, place, ranks.joining)
         where = location.locate(place, ranks.rank, create=False)
         live = Inventory(root, optimizers, parse(extras) + extra_states(root))
         attempts = restore_attempts(ranks, where, wanted, known.continuation, step == "exact")
-        info = _exact(ranks, place, _first_restored(attempts, live, strict))
+        nothing = ranks.joining is not None and wanted is None  # nor was there at first
+        info = None if nothing else _exact(ranks, place, _first_restored(attempts, live, strict))
         ranks.leave()
     note_restored(place, None if info is None else info.step)
     return info
+
+
+def _unattached(model: nn.Module) -> ModelProgress:
+    """Return the progress of a model.
+
+    Raises:
+        LightckError: a handle is attached to it.
+    """
+    found = progress(model)
+    if found.attached:
+        raise LightckError("a handle records this model: close() or detach() the handle first")
+    return found
 
 
 def _wanted(step: object, strict: object, path: Path, joining: Joining | None) -> int | None:

@@ -52,8 +52,8 @@ class Injector:
     _ticks: list[int] = field(default_factory=lambda: [0, 0])
     """Numbers of gradient hooks in this iteration, and in the one before."""
 
-    _timer: threading.Timer | None = None
-    """Ends the last fault that lasts."""
+    _over: threading.Event = field(default_factory=threading.Event)
+    """Set if what lasts is to end at once."""
 
     def __post_init__(self) -> None:
         """Report where the process begins, and hook events that the checkpointer is not told of."""
@@ -210,9 +210,11 @@ class Injector:
 
     def _undo_later(self, undo: Callable[[], object]) -> None:
         # On a thread of its own: the training may stand in what the fault holds up.
-        self._timer = threading.Timer(self.plan.hold_s, undo)
-        self._timer.daemon = True
-        self._timer.start()
+        def work() -> None:
+            self._over.wait(self.plan.hold_s)
+            undo()
+
+        threading.Thread(target=work, name="lightck-fault", daemon=True).start()
 
 
 def _digest(state: Any) -> str:

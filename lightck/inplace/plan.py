@@ -48,7 +48,7 @@ class Description:
     site: str = field(default="", compare=False)
     """File and line of the program, then those of its callers, which may well differ by rank."""
     maker: str = field(default="", compare=False)
-    """Who makes it in a set-up: `PROGRAM`, `TORCH` (DDP, say) or `LIBRARY`; empty behind it."""
+    """The maker of it in a set-up: `PROGRAM`, `TORCH` (DDP, say) or `LIBRARY`; empty behind it."""
 
     @property
     def line(self) -> str:
