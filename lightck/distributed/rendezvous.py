@@ -82,7 +82,7 @@ class StandIn(Protocol):
 
 
 _stand_in: StandIn | None = None
-"""None: all ranks hold their meetings together."""
+"""Recovery in place, if this process has it; None: all ranks hold their meetings together."""
 
 
 def stand_in(recovery: StandIn) -> None:
