@@ -51,7 +51,6 @@ class Injector:
     """Numbers of module forwards in this iteration, and in the one before."""
     _ticks: list[int] = field(default_factory=lambda: [0, 0])
     """Numbers of gradient hooks in this iteration, and in the one before."""
-
     _over: threading.Event = field(default_factory=threading.Event)
     """Set if what lasts is to end at once."""
 

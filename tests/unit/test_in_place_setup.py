@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from lightck.distributed.rendezvous import Joining
+import lightck
+from lightck.distributed import rendezvous
+from lightck.distributed.rendezvous import Joining, Rendezvous
 from lightck.errors import CoordinationError
 from lightck.inplace import setup
 from lightck.inplace.communicator import SETUP_MOST, Communicator
@@ -163,6 +167,33 @@ def test_a_replacement_restores_of_other_paths_what_the_first_life_did() -> None
     assert [joining.step_at(path) for path in ("/run", "/teacher", "/none")] == [7, 3, None]
     with pytest.raises(CoordinationError, match="/other"):
         joining.step_at("/other")
+
+
+def test_a_replacement_attaches_only_what_it_has_restored_of_the_job(
+    region_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of another path it restores the first life's step, though a newer one is there."""
+    teacher = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(teacher.parameters(), lr=0.1)
+    with lightck.attach(teacher, optimizer, region_dir / "run", policy=1, slots=4) as handle:
+        for _ in range(2):
+            teacher(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+            handle.wait()
+    refused: list[str] = []
+    joining = Joining(1, None, refused.append, "/of/the/job", {str(region_dir / "run"): 1})
+    meets = SimpleNamespace(
+        rendezvous=lambda kind: Rendezvous(kind, 0, 2, joining=joining),
+        restored=lambda path, step: None,
+    )
+    monkeypatch.setattr(rendezvous, "here", lambda: (0, 2))
+    monkeypatch.setattr(rendezvous, "_stand_in", meets)
+    info = lightck.restore(teacher, path=region_dir / "run")
+    assert info is not None and info.step == 1
+    net = torch.nn.Linear(2, 2)
+    with pytest.raises(CoordinationError, match="what it has not restored"):
+        lightck.attach(net, None, region_dir / "run", overwrite=True)
+    assert len(refused) == 1 and "at step 0, and theirs behind step 1" in refused[0]
 
 
 def test_a_replacement_whose_set_up_was_refused_is_answered_nothing_more(
