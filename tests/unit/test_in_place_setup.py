@@ -172,7 +172,7 @@ def test_a_replacement_restores_of_other_paths_what_the_first_life_did() -> None
 def test_a_replacement_attaches_only_what_it_has_restored_of_the_job(
     region_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of another path it restores the first life's step, though a newer one is there."""
+    """It restores from another path the first life's step, though a newer one is there."""
     teacher = torch.nn.Linear(2, 2)
     optimizer = torch.optim.SGD(teacher.parameters(), lr=0.1)
     with lightck.attach(teacher, optimizer, region_dir / "run", policy=1, slots=4) as handle:
